@@ -1,0 +1,1 @@
+"""cpuOS: self-hosted computers for AI agents."""

@@ -1,0 +1,285 @@
+"""The exception tree, and the one table that ties a code to its class and HTTP status.
+
+An error crosses the wire as its code with three texts: what could not be done, why, and what to try. The other side
+looks the code up here; nothing named by a peer is ever imported or evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+__all__ = [
+    "ERRORS",
+    "AgentFailure",
+    "AuthenticationError",
+    "CapacityExceeded",
+    "CommandFailed",
+    "Conflict",
+    "CpuosError",
+    "FileConflict",
+    "FileProblem",
+    "Forbidden",
+    "InvalidRequest",
+    "LimitReached",
+    "NotFound",
+    "OutputLost",
+    "PermissionDenied",
+    "PlatformError",
+    "SandboxGone",
+    "SetupRequired",
+    "Unavailable",
+    "error_from_body",
+]
+
+
+class CpuosError(Exception):
+    """Base of everything cpuOS raises: `what` could not be done, `why`, and a pasteable next step in `hint`."""
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(
+        self,
+        what: str,
+        why: str = "",
+        *,
+        code: str | None = None,
+        hint: str = "",
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.hint = hint
+        self.details: dict[str, Any] = dict(details or {})
+        if code is not None:
+            self.code = code  # type: ignore[misc]
+
+    @property
+    def status(self) -> int:
+        """HTTP status of this code."""
+        return ERRORS[self.code][1]
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(self.why)
+        if self.hint:
+            lines.append(f"try: {self.hint}")
+        return "\n".join(lines)
+
+    def body(self) -> dict[str, Any]:
+        """The error as it crosses the wire."""
+        error = {
+            "code": self.code,
+            "what": self.what,
+            "why": self.why,
+            "try": self.hint,
+            "details": self.details,
+        }
+        return {"error": error}
+
+
+class InvalidRequest(CpuosError):
+    """The request itself is wrong: a value, a name, a missing field."""
+
+    code = "invalid_request"
+
+
+class AuthenticationError(CpuosError):
+    """No key, a wrong key, or a stale ticket."""
+
+    code = "key_invalid"
+
+
+class Forbidden(CpuosError):
+    """The key is good, the action is not granted to it."""
+
+    code = "forbidden"
+
+
+class NotFound(CpuosError):
+    """The thing named does not exist, or its existence is not yours to know."""
+
+    code = "not_found"
+
+
+class Conflict(CpuosError):
+    """The thing is in another state, generation or ownership than the call needs."""
+
+    code = "wrong_state"
+
+
+class LimitReached(CpuosError):
+    """A limit of this sandbox or request was reached; the text names it."""
+
+    code = "limit_reached"
+
+
+class CapacityExceeded(LimitReached):
+    """The node has no room now; nothing was created."""
+
+    code = "capacity_exceeded"
+
+
+class FileProblem(CpuosError):
+    """A file call failed inside the sandbox for a reason of its file system."""
+
+    code = "file_not_found"
+
+
+class FileConflict(FileProblem):
+    """Something of another kind, or already there."""
+
+    code = "file_exists"
+
+
+class PermissionDenied(FileProblem):
+    """The sandbox user may not do this to that path."""
+
+    code = "file_permission_denied"
+
+
+class PlatformError(CpuosError):
+    """cpuOS itself failed; never the command's own failure."""
+
+
+class Unavailable(PlatformError):
+    """A part is down or cannot be reached."""
+
+    code = "server_unavailable"
+
+
+class SetupRequired(PlatformError):
+    """Something is not installed, of another version, or needs root."""
+
+    code = "setup_required"
+
+
+class SandboxGone(PlatformError):
+    """The sandbox died or was killed while the call needed it."""
+
+    code = "sandbox_lost"
+
+
+class AgentFailure(PlatformError):
+    """The agent inside the sandbox gave no valid answer (it is never trusted)."""
+
+    code = "agent_invalid"
+
+
+class OutputLost(PlatformError):
+    """Recorded output is no longer held, or a stream was cut and could not be resumed."""
+
+    code = "output_lost"
+
+
+class CommandFailed(CpuosError):
+    """Raised only by `check=True`; carries the result."""
+
+    code = "command_failed"
+
+    def __init__(self, what: str, why: str = "", *, result: Any = None, **rest: Any) -> None:
+        super().__init__(what, why, **rest)
+        self.result = result
+
+
+# code: (class, HTTP status, meaning). The reference page is generated from this table; a test provokes each code.
+ERRORS: dict[str, tuple[type[CpuosError], int, str]] = {
+    "internal": (PlatformError, 500, "A fault of cpuOS; the log has the details under the request id."),
+    "invalid_request": (
+        InvalidRequest,
+        422,
+        "A value in the request is not acceptable; the text names field and value.",
+    ),
+    "key_missing": (AuthenticationError, 401, "No API key or ticket was sent."),
+    "key_invalid": (AuthenticationError, 401, "The API key is not known."),
+    "ticket_invalid": (
+        AuthenticationError,
+        401,
+        "The ticket was not signed by this installation or names another sandbox.",
+    ),
+    "ticket_expired": (AuthenticationError, 401, "The ticket is stale; the SDK fetches a new one by itself."),
+    "link_expired": (AuthenticationError, 401, "The download link is past its time."),
+    "forbidden": (Forbidden, 403, "The key or ticket does not grant this action."),
+    "not_found": (NotFound, 404, "No such route or thing."),
+    "sandbox_not_found": (NotFound, 404, "No sandbox of this workspace has that id, name or prefix."),
+    "template_not_found": (NotFound, 404, "The template is not installed on any node."),
+    "command_not_found": (NotFound, 404, "The sandbox has no command with that id."),
+    "name_ambiguous": (Conflict, 409, "More than one sandbox matches the prefix."),
+    "name_taken": (Conflict, 409, "Another live sandbox of this workspace has that name."),
+    "wrong_state": (Conflict, 409, "The sandbox is not in a state that allows the call."),
+    "stale_generation": (Conflict, 409, "The call was made for an earlier generation of the sandbox."),
+    "idempotency_mismatch": (Conflict, 409, "The idempotency key was used with another body."),
+    "idempotency_in_progress": (Conflict, 409, "The first call with this idempotency key has not ended."),
+    "body_too_large": (LimitReached, 413, "The request body is over the limit that the text names."),
+    "limit_reached": (LimitReached, 429, "A limit of the sandbox was reached; the text names it."),
+    "capacity_exceeded": (CapacityExceeded, 429, "No node has room; the text names what is short."),
+    "user_not_found": (FileProblem, 422, "The sandbox has no such user."),
+    "file_not_found": (FileProblem, 404, "No such file or directory in the sandbox."),
+    "file_exists": (FileConflict, 409, "The destination already exists."),
+    "is_a_directory": (FileConflict, 409, "A file is needed and the path is a directory."),
+    "not_a_directory": (
+        FileConflict,
+        409,
+        "A directory is needed and the path, or a part of it, is not one.",
+    ),
+    "directory_not_empty": (FileConflict, 409, "The directory has entries; remove it recursively."),
+    "file_permission_denied": (PermissionDenied, 403, "The sandbox user may not do this to that path."),
+    "file_name_invalid": (
+        FileProblem,
+        422,
+        "The file system does not take this name: too long, or with a zero byte.",
+    ),
+    "file_kind_unsupported": (
+        FileProblem,
+        409,
+        "The path is a device, socket or pipe; only files, directories and links are served.",
+    ),
+    "disk_full": (LimitReached, 507, "The sandbox's disk has no room; nothing of the file was kept."),
+    "upload_incomplete": (
+        FileProblem,
+        400,
+        "The body ended before its announced length; nothing of the file was kept.",
+    ),
+    "unsafe_path": (
+        FileProblem,
+        409,
+        "An entry would leave the target folder or collide; nothing outside was touched.",
+    ),
+    "sandbox_lost": (SandboxGone, 410, "The sandbox died; its record says when and why."),
+    "sandbox_stopped": (SandboxGone, 410, "The sandbox was killed or its time ended."),
+    "agent_unresponsive": (AgentFailure, 504, "The agent inside the sandbox did not answer in time."),
+    "agent_invalid": (AgentFailure, 502, "The agent inside the sandbox answered outside its contract."),
+    "output_lost": (OutputLost, 410, "Recorded output at that offset is no longer held."),
+    "stream_cut": (OutputLost, 502, "The stream ended early and could not be resumed at its offset."),
+    "server_unavailable": (Unavailable, 503, "The cpuOS server cannot be reached."),
+    "gateway_unavailable": (Unavailable, 503, "The gateway of the sandbox's node cannot be reached."),
+    "node_unavailable": (Unavailable, 503, "The node daemon cannot be reached or refused the work."),
+    "runtime_unavailable": (SetupRequired, 503, "The node has no runtime that the request accepts."),
+    "runtime_version": (SetupRequired, 503, "The runtime's program is not of the pinned version."),
+    "setup_required": (SetupRequired, 503, "Something cpuOS needs is not installed."),
+    "needs_root": (SetupRequired, 403, "The action needs root on the node."),
+    "command_failed": (
+        CommandFailed,
+        409,
+        "A command ended otherwise than with exit code 0 and check was asked.",
+    ),
+}
+
+
+def error_from_body(body: Any, *, status: int = 500) -> CpuosError:
+    """Rebuild the exception that a peer sent; an unknown code becomes PlatformError with the peer's text."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return PlatformError(f"cannot read the answer: HTTP {status} without an error body", code="internal")
+    code = str(error.get("code", ""))
+    cls = ERRORS[code][0] if code in ERRORS else PlatformError
+    details = error.get("details")
+    return cls(
+        str(error.get("what", "")) or f"the call failed with HTTP {status}",
+        str(error.get("why", "")),
+        code=code if code in ERRORS else "internal",
+        hint=str(error.get("try", "")),
+        details=details if isinstance(details, dict) else None,
+    )

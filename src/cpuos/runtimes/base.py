@@ -1,0 +1,126 @@
+"""The one interface of all runtimes. A runtime has few required methods; the rest is declared as capabilities.
+
+A runtime owns the process tree of a sandbox and nothing else: the node's service makes the disk and the network slot
+first and takes them away last. Every method is idempotent towards "nothing there", and safe to repeat after a crash.
+The conformance suite in `cpuos.testing.conformance` is the long form of this contract.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from cpuos.types.sandbox import Isolation
+
+__all__ = ["Capability", "GuestLink", "Process", "Probe", "Runtime", "RuntimeStats", "SandboxSpec"]
+
+# The guest side has the same addresses in every sandbox (network-facts.md section 2); the namespace tells them apart.
+GUEST_ADDRESS = "10.0.0.2"
+ROUTER_ADDRESS = "10.0.0.1"
+# tcpmux: privileged, so no program of the sandbox user can take it, and unused in practice.
+AGENT_PORT = 1
+
+
+class Capability(StrEnum):
+    PAUSE = "pause"
+    SNAPSHOT = "snapshot"
+    FILESYSTEM_CHECKPOINT = "filesystem_checkpoint"
+    TRACE = "trace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What booting something proved about this host."""
+
+    available: bool
+    isolation: Isolation
+    detail: str
+    reason: str = ""
+    """Why it is not available, with the command that mends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxSpec:
+    """All that a runtime needs to start one sandbox. Every path was derived by the node from ids."""
+
+    id: str
+    generation: int
+    hostname: str
+    cpu: int
+    memory_mib: int
+    disk_mib: int
+    max_processes: int
+    template_image: Path
+    """EROFS, read only, shared by all sandboxes of the template."""
+    workdir: Path
+    """The node's folder of this sandbox (0700): bundle, logs. Exists."""
+    disk: Path
+    """Mounted ext4 of this sandbox's disk: has `workspace/` (owner 1000:1000) and `overlay/` (root, 0700)."""
+    netns: Path
+    """Bare network namespace, armed with eth0 at GUEST_ADDRESS."""
+    agent: Path
+    """Folder with the static guest agent `cpuos-agent`, given to the guest read only."""
+    node_public_key: bytes
+    """Raw Ed25519 key (32 bytes): all that the guest ever holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """Identity of the sandbox's main host process: safe against reuse of its number."""
+
+    pid: int
+    start_time: int
+    """Field 22 of /proc/PID/stat, clock ticks since boot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeStats:
+    memory_bytes: int
+    cpu_seconds: float
+    processes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuestLink:
+    """An unconnected socket made where the guest is reachable, and where to connect it."""
+
+    socket: socket.socket
+    address: tuple[str, int] | str
+
+
+class Runtime(Protocol):
+    name: ClassVar[str]
+    isolation: ClassVar[Isolation]
+    capabilities: ClassVar[frozenset[Capability]]
+
+    async def probe(self) -> Probe:
+        """Boot something, wait for its word with a time limit, and say what was proved."""
+        ...
+
+    async def start(self, spec: SandboxSpec) -> Process:
+        """Start the sandbox with the agent as PID 1; return when its process runs (the agent may answer later).
+
+        On any failure nothing of it is left. Limits (cpu, memory, processes) hold before the first guest instruction.
+        """
+        ...
+
+    async def adopt(self, spec: SandboxSpec, process: Process) -> bool:
+        """After a restart of the node: take over the watch of a running sandbox; False when it is not there."""
+        ...
+
+    async def wait(self, sandbox_id: str) -> str:
+        """Return when the sandbox's process has ended, with the reason as far as the host can tell."""
+        ...
+
+    async def destroy(self, sandbox_id: str) -> None:
+        """End the sandbox and remove all that `start` made. Nothing there is fine."""
+        ...
+
+    async def stats(self, sandbox_id: str) -> RuntimeStats: ...
+
+    async def leftovers(self) -> list[str]:
+        """Ids of all sandboxes that this runtime finds on the host, also those it did not start itself."""
+        ...

@@ -1,0 +1,43 @@
+"""Audit entries: an intent before each action, an outcome after it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from cpuos.types.base import Answer
+
+__all__ = ["AuditEntry", "AuditList", "AuditPhase", "AuditResult"]
+
+
+class AuditPhase(StrEnum):
+    INTENT = "intent"
+    OUTCOME = "outcome"
+
+
+class AuditResult(StrEnum):
+    OK = "ok"
+    ERROR = "error"
+    UNKNOWN = "unknown"
+
+
+class AuditEntry(Answer):
+    id: int
+    at: datetime
+    workspace: str
+    actor: str
+    action: str
+    """Noun and verb: sandbox.create, command.start, file.write …"""
+    target: str
+    phase: AuditPhase
+    intent_id: int | None = None
+    result: AuditResult | None = None
+    detail: dict[str, Any] = Field(default_factory=dict)
+
+
+class AuditList(Answer):
+    entries: list[AuditEntry]
+    next_after: int | None = None

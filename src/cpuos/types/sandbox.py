@@ -1,0 +1,115 @@
+"""Sandbox: the record in the control plane."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from cpuos.types.base import Answer, Request
+
+__all__ = [
+    "LIVE_STATES",
+    "SANDBOX_ID_PATTERN",
+    "Access",
+    "Isolation",
+    "Sandbox",
+    "SandboxCreate",
+    "SandboxCreated",
+    "SandboxState",
+    "SandboxUpdate",
+]
+
+# Ids stand in host names after "{port}-", so lower case and digits only, under 63 characters with any port.
+SANDBOX_ID_PATTERN = r"^[a-z0-9]{20}$"
+# Names follow the host-name rule (RFC 1123): the guest's hostname is the sandbox's name.
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+Label = Annotated[str, StringConstraints(max_length=256)]
+LabelKey = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$")]
+
+
+class SandboxState(StrEnum):
+    CREATING = "creating"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+LIVE_STATES = frozenset(SandboxState) - {SandboxState.STOPPED, SandboxState.FAILED, SandboxState.LOST}
+
+
+class Isolation(StrEnum):
+    """Strongest first; `none` is only the fake runtime of tests."""
+
+    MICROVM = "microvm"
+    GVISOR = "gvisor"
+    EMULATED = "emulated"
+    NONE = "none"
+
+
+class SandboxCreate(Request):
+    template: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")] = "python"
+    name: Name | None = None
+    runtime: str = "auto"
+    min_isolation: Isolation | None = None
+    cpu: int = Field(2, ge=1, le=64)
+    memory_mib: int = Field(2048, ge=128, le=1 << 20)
+    disk_mib: int = Field(8192, ge=64, le=1 << 22)
+    max_processes: int = Field(512, ge=16, le=32768)
+    timeout_s: float = Field(900, gt=0, le=30 * 86400)
+    """Session length from create; the sandbox is killed when it ends."""
+    labels: dict[LabelKey, Label] = Field(default_factory=dict, max_length=64)
+    task: Annotated[str, StringConstraints(max_length=128)] | None = None
+
+
+class SandboxUpdate(Request):
+    timeout_s: float | None = Field(None, gt=0, le=30 * 86400)
+    """New session length, counted from now."""
+    labels: dict[LabelKey, Label] | None = Field(None, max_length=64)
+
+
+class Sandbox(Answer):
+    id: str
+    name: str | None = None
+    workspace: str
+    state: SandboxState
+    reason: str = ""
+    """Why it is failed, lost or stopped; empty while all is well."""
+    template: str
+    template_digest: str = ""
+    runtime: str = ""
+    isolation: Isolation | None = None
+    isolation_detail: str = ""
+    node: str = ""
+    generation: int = 1
+    cpu: int
+    memory_mib: int
+    disk_mib: int
+    max_processes: int
+    timeout_s: float
+    labels: dict[str, str] = Field(default_factory=dict)
+    task: str | None = None
+    created_at: datetime
+    started_at: datetime | None = None
+    expires_at: datetime | None = None
+    ended_at: datetime | None = None
+
+
+class Access(Answer):
+    """The way to a sandbox's data plane: base URL of its gateway and a short-lived ticket for it."""
+
+    data_url: str
+    ticket: str
+    expires_at: datetime
+
+
+class SandboxCreated(Answer):
+    sandbox: Sandbox
+    access: Access
