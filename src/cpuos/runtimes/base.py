@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 from cpuos.types.sandbox import Isolation
 
-__all__ = ["Capability", "GuestLink", "Process", "Probe", "Runtime", "RuntimeStats", "SandboxSpec"]
+__all__ = ["Capability", "GuestLink", "Probe", "Process", "Runtime", "RuntimeStats", "SandboxSpec"]
 
 # The guest side has the same addresses in every sandbox (network-facts.md section 2); the namespace tells them apart.
 GUEST_ADDRESS = "10.0.0.2"

@@ -61,9 +61,7 @@ class CommandStart(Request):
         if any("\x00" in text for text in texts):
             raise ValueError("a zero byte cannot be passed to a program")
         if sum(len(text) for text in texts) > MAX_ARGS_BYTES:
-            raise ValueError(
-                f"argv and env are over {MAX_ARGS_BYTES} bytes together; pass data by a file or stdin"
-            )
+            raise ValueError(f"argv and env are over {MAX_ARGS_BYTES} bytes together; pass data by a file or stdin")
         return self
 
 

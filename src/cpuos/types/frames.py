@@ -75,9 +75,7 @@ class FrameDecoder:
             end = position + HEADER_BYTES + length
             if len(self._buffer) < end:
                 break
-            frames.append(
-                Frame(frame_kind, offset, bytes(memoryview(self._buffer)[position + HEADER_BYTES : end]))
-            )
+            frames.append(Frame(frame_kind, offset, bytes(memoryview(self._buffer)[position + HEADER_BYTES : end])))
             position = end
         del self._buffer[:position]
         return iter(frames)

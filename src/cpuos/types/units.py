@@ -30,9 +30,7 @@ def parse_duration_s(value: str | int | float, *, name: str = "duration") -> flo
             try:
                 seconds = float(text)
             except ValueError:
-                raise _bad(
-                    name, value, "write seconds, or number and unit: 250ms, 90s, 15m, 1h30m, 2d"
-                ) from None
+                raise _bad(name, value, "write seconds, or number and unit: 250ms, 90s, 15m, 1h30m, 2d") from None
     if not 0 < seconds < 1e9:
         raise _bad(name, value, "a duration is over 0 and under 1e9 seconds")
     return seconds
