@@ -1,0 +1,294 @@
+"""Where an instance keeps its things, and the few numbers an operator sets.
+
+Read from `CPUOS_*` variables, then `<data>/config.toml`. An instance is a state directory and a run directory; the data
+directory holds artifacts that instances share. Every host name an instance makes derives from `instance_id`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pwd
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from cpuos.errors import InvalidRequest
+
+__all__ = ["RUNSC_VERSION", "Settings", "load_settings", "publish_endpoint", "read_endpoint"]
+
+RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
+"""The gVisor module version this release is written and tested against."""
+
+DEFAULT_DATA_DIR = Path("/var/lib/cpuos")
+
+
+class Settings(BaseSettings):
+    """Settings of one instance; derived paths are properties."""
+
+    model_config = SettingsConfigDict(env_prefix="CPUOS_", extra="ignore", frozen=True)
+
+    data_dir: Path = DEFAULT_DATA_DIR
+    """Artifacts shared by instances: runsc, agent, templates, caches, the installed package."""
+    state_dir: Path = Path()
+    """What must survive a restart; `<data>/state` unless set."""
+    run_dir: Path = Path("/run/cpuos")
+    """Sockets, pid files and the runtime's state; gone after a reboot."""
+
+    api_host: str = "127.0.0.1"
+    api_port: int = Field(7070, ge=0, le=65535)
+    gateway_host: str = "127.0.0.1"
+    gateway_port: int = Field(7071, ge=0, le=65535)
+    """A port of 0 means: choose one and publish it with `publish_endpoint`."""
+    api_public_url: str = ""
+    """The API's URL as clients see it, where that is not host and port (a proxy in front)."""
+    gateway_public_url: str = ""
+    """The gateway's URL as clients see it; it goes into every `data_url`."""
+
+    runtime: str = "gvisor"
+    max_sandboxes: int = Field(64, ge=1)
+    cpu_overcommit: float = Field(8.0, ge=1)
+    """Sandbox CPUs promised per real one."""
+    memory_reserve_mib: int = Field(1024, ge=0)
+    """Host memory that is never promised to sandboxes."""
+    disk_reserve_mib: int = Field(2048, ge=0)
+    """Space of the state directory's file system that is never promised to sandboxes."""
+
+    output_head_bytes: int = Field(128 << 20, ge=1 << 10)
+    """Recorded bytes kept from the start of each output stream."""
+    output_tail_bytes: int = Field(128 << 20, ge=1 << 10)
+    """Recorded bytes kept from the end of each output stream."""
+    output_sandbox_bytes: int = Field(1 << 30, ge=1 << 20)
+    """Recorded output kept per sandbox; the oldest ended commands' output goes first."""
+
+    database_url: str = ""
+    """SQLAlchemy URL of the server's database; SQLite in the state directory unless set."""
+    log_level: str = "info"
+
+    template_host_ca: bool = False
+    """Carry the host's CA bundle into templates as they are built."""
+    template_host_mirrors: bool = False
+    """Carry the host's package mirror configuration, without credentials, into templates as they are built."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, then the environment; `load_settings` puts the file below both."""
+        return init_settings, env_settings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lay_file_below(cls, values: dict[str, Any]) -> dict[str, Any]:
+        data_dir = Path(values.get("data_dir") or DEFAULT_DATA_DIR)
+        values = {**_read_config(data_dir / "config.toml"), **values}
+        values.setdefault("state_dir", data_dir / "state")
+        return {key: os.path.abspath(value) if key.endswith("_dir") else value for key, value in values.items()}
+
+    # --- names ---
+
+    @cached_property
+    def instance_id(self) -> str:
+        """Six hex digits that tell this instance's host names (cgroups, links, loops) from another's."""
+        return hashlib.sha256(os.path.realpath(self.state_dir).encode()).hexdigest()[:6]
+
+    @property
+    def server_uid(self) -> int:
+        """The user the server runs as: `cpuos-server`, or whoever runs this where set-up has made no users."""
+        return _uid_of("cpuos-server")
+
+    @property
+    def gateway_uid(self) -> int:
+        """The user the gateway runs as: `cpuos-gateway`, or whoever runs this where set-up has made no users."""
+        return _uid_of("cpuos-gateway")
+
+    # --- artifacts, in the data directory ---
+
+    @property
+    def runsc_path(self) -> Path:
+        """The pinned runsc; its sidecars lie in `gvisor-bin/` beside it."""
+        return self.data_dir / "bin" / "runsc" / RUNSC_VERSION / "runsc"
+
+    @property
+    def agent_dir(self) -> Path:
+        """Folder mounted at `/.cpuos` in every sandbox; holds only the agent."""
+        return self.data_dir / "bin" / "agent"
+
+    @property
+    def agent_path(self) -> Path:
+        """The guest agent."""
+        return self.agent_dir / "cpuos-agent"
+
+    @property
+    def template_dir(self) -> Path:
+        """Holds `<name>/root.erofs` and `<name>/manifest.json`."""
+        return self.data_dir / "templates"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Downloads and build caches; may be removed at any time."""
+        return self.data_dir / "cache"
+
+    @property
+    def venv_dir(self) -> Path:
+        """The installed package that the daemons run from."""
+        return self.data_dir / "venv"
+
+    # --- state that must survive ---
+
+    @property
+    def node_state_dir(self) -> Path:
+        """root, 0700."""
+        return self.state_dir / "node"
+
+    @property
+    def gateway_state_dir(self) -> Path:
+        """cpuos-gateway, 0700."""
+        return self.state_dir / "gateway"
+
+    @property
+    def server_state_dir(self) -> Path:
+        """cpuos-server, 0700."""
+        return self.state_dir / "server"
+
+    @property
+    def log_dir(self) -> Path:
+        """One log file a daemon."""
+        return self.state_dir / "logs"
+
+    @property
+    def node_identity_key(self) -> Path:
+        """The node's Ed25519 key that signs identity statements."""
+        return self.node_state_dir / "identity.key"
+
+    @property
+    def server_ticket_key(self) -> Path:
+        """The server's Ed25519 key that signs tickets."""
+        return self.server_state_dir / "ticket.key"
+
+    @property
+    def server_db_url(self) -> str:
+        """SQLAlchemy URL of the server's database."""
+        return self.database_url or f"sqlite+aiosqlite:///{self.server_state_dir / 'cpuos.db'}"
+
+    # --- the run directory: 0750 root:cpuos; each unprivileged daemon owns a folder below it (0750, group cpuos) ---
+
+    @property
+    def node_socket(self) -> Path:
+        """The node's API; peers allowed: root and the server."""
+        return self.run_dir / "node.sock"
+
+    @property
+    def dial_socket(self) -> Path:
+        """Where the gateway gets its sockets to agents; peers allowed: root and the gateway."""
+        return self.run_dir / "dial.sock"
+
+    @property
+    def gateway_run_dir(self) -> Path:
+        """The gateway's own folder in the run directory."""
+        return self.run_dir / "gateway"
+
+    @property
+    def server_run_dir(self) -> Path:
+        """The server's own folder in the run directory."""
+        return self.run_dir / "server"
+
+    @property
+    def gateway_socket(self) -> Path:
+        """The gateway's control API; peers allowed: root and the server."""
+        return self.gateway_run_dir / "gateway.sock"
+
+    @property
+    def server_public_key(self) -> Path:
+        """Public half of the ticket key; the server writes it at each start, readable by group cpuos."""
+        return self.server_run_dir / "ticket.pub"
+
+    @property
+    def first_key_file(self) -> Path:
+        """`{"api_key": …}`, 0600: the server writes it at its first start; `cpuos up` hands it to the caller and removes it."""
+        return self.server_run_dir / "first-key.json"
+
+    @property
+    def server_endpoint(self) -> Path:
+        """`{"url": …}` of the API, published by the server once it listens."""
+        return self.server_run_dir / "endpoint.json"
+
+    @property
+    def gateway_endpoint(self) -> Path:
+        """`{"url": …}` of the gateway, published by the gateway once it listens."""
+        return self.gateway_run_dir / "endpoint.json"
+
+    @property
+    def endpoints(self) -> Path:
+        """`{"api_url": …, "gateway_url": …}`, written by `cpuos up` when all parts are ready."""
+        return self.run_dir / "endpoints.json"
+
+    @property
+    def runsc_root(self) -> Path:
+        """runsc's own state."""
+        return self.run_dir / "runsc"
+
+    def environment(self) -> dict[str, str]:
+        """The settings as `CPUOS_*` variables: what a child process needs to have the same ones."""
+        values = self.model_dump(mode="json")
+        return {f"CPUOS_{name.upper()}": _as_text(value) for name, value in values.items()}
+
+
+def load_settings(**values: Any) -> Settings:
+    """Settings with these values above the environment; wrong ones raise `InvalidRequest` that names them."""
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(
+            f"cannot read the settings: {name} = {first['input']!r}", first["msg"], hint=f"unset CPUOS_{name.upper()}"
+        ) from error
+
+
+def publish_endpoint(path: Path, url: str) -> None:
+    """Write `{"url": url}` to `path`, whole or not at all, readable by the group."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"url": url}))
+    partial.chmod(0o640)
+    partial.replace(path)
+
+
+def read_endpoint(path: Path) -> str | None:
+    """The URL published at `path`; None while nothing is."""
+    try:
+        url = json.loads(path.read_text())["url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return url if isinstance(url, str) else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(f"cannot read the settings: {path}", str(error), hint=f"${{EDITOR:-vi}} {path}") from error
+
+
+def _uid_of(user: str) -> int:
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        return os.geteuid()
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
