@@ -1,0 +1,90 @@
+"""Concurrent creation and the death of clients (C25), on real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cpuos import AsyncSandbox, Client, Sandbox
+from cpuos.errors import CapacityExceeded
+
+pytestmark = pytest.mark.gvisor
+SMALL = {"template": "base", "memory": "128MiB", "disk": "64MiB", "cpu": 1, "timeout": "10m", "max_processes": 32}
+
+
+@pytest.mark.timeout(400)
+async def test_c25_more_creates_than_room(async_client, client: Client, small_instance_capacity: int) -> None:
+    """`small_instance_capacity` sandboxes fit; two thirds more are asked for at once."""
+    wanted = small_instance_capacity * 5 // 3
+    before = {sandbox.id for sandbox in Sandbox.list(client=client) if sandbox.state == "running"}
+
+    async def create() -> AsyncSandbox | CapacityExceeded:
+        try:
+            return await AsyncSandbox.create(client=async_client, **SMALL)
+        except CapacityExceeded as error:
+            return error
+
+    answers = await asyncio.gather(*(create() for _ in range(wanted)))
+    made = [answer for answer in answers if isinstance(answer, AsyncSandbox)]
+    refused = [answer for answer in answers if isinstance(answer, CapacityExceeded)]
+    try:
+        assert len(made) == small_instance_capacity
+        assert len(refused) == wanted - small_instance_capacity
+        assert all("sandboxes" in str(error) for error in refused)
+        results = await asyncio.gather(*(sandbox.exec("echo here") for sandbox in made))
+        assert [result.stdout for result in results] == ["here\n"] * len(made)
+    finally:
+        await asyncio.gather(*(sandbox.kill() for sandbox in made))
+    running = {sandbox.id for sandbox in Sandbox.list(client=client) if sandbox.state == "running"}
+    assert running == before
+
+
+@pytest.mark.timeout(300)
+def test_c25_clients_that_die_in_mid_create(instance, client: Client) -> None:
+    script = "from cpuos import Sandbox; Sandbox.create(template='base', memory='128MiB', disk='64MiB', cpu=1, timeout='20s')"
+    for number in range(20):
+        process = subprocess.Popen([sys.executable, "-c", script], env=instance.environment())
+        time.sleep(0.25 + 0.02 * number)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        left = [box for box in Sandbox.list(client=client) if box.state in {"creating", "running", "stopping"}]
+        if not left:
+            break
+        time.sleep(0.5)
+    assert left == []
+    assert instance.leftovers() == []
+
+
+def test_c25_one_key_at_the_same_time(instance, client: Client) -> None:
+    key = f"same-{os.getpid()}-{time.time_ns()}"
+
+    async def both() -> list[str]:
+        async with instance.async_client() as first, instance.async_client() as second:
+            boxes = await asyncio.gather(
+                *(AsyncSandbox.create(client=one, idempotency_key=key, **SMALL) for one in (first, second, first))
+            )
+            return [box.id for box in boxes]
+
+    ids = asyncio.run(both())
+    assert len(set(ids)) == 1
+    Sandbox.connect(ids[0], client=client).kill()
+
+
+async def test_c25_two_hundred_commands_in_one_loop(async_client) -> None:
+    async with await AsyncSandbox.create(client=async_client, template="base", memory="1GiB", disk="512MiB") as sandbox:
+        gate = asyncio.Semaphore(60)  # the sandbox's own limit of running commands is 64
+
+        async def run(number: int) -> str:
+            async with gate:
+                return (await sandbox.exec(f"echo {number}", timeout=60)).stdout
+
+        answers = await asyncio.gather(*(run(number) for number in range(200)))
+        assert answers == [f"{number}\n" for number in range(200)]
