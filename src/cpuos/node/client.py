@@ -1,0 +1,229 @@
+"""How the other processes reach a node: control for the server, dialling for the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx2
+
+from cpuos.errors import CpuosError, Unavailable, error_from_body
+from cpuos.types.node import NodeFacts, NodeSandboxCreate, SandboxFacts, SandboxStats
+
+__all__ = ["Changes", "DialClient", "Dialled", "LocalNodeClient", "NodeClient"]
+
+# An answer is one packet: statement, signature and key in base64 stay far below it.
+DIAL_PACKET_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What changed after the sequence number that was asked for; `seq` is the next number to ask with."""
+
+    seq: int
+    changes: list[SandboxFacts]
+
+
+class NodeClient(Protocol):
+    """The verbs of a node. Errors are those of the table; a node out of reach is `node_unavailable`."""
+
+    async def facts(self) -> NodeFacts: ...
+
+    async def create(self, request: NodeSandboxCreate) -> SandboxFacts:
+        """Returns when the sandbox's process runs. A repeat with the same id and generation answers the same facts."""
+        ...
+
+    async def get(self, sandbox_id: str) -> SandboxFacts: ...
+
+    async def list(self) -> list[SandboxFacts]: ...
+
+    async def delete(self, sandbox_id: str, *, generation: int) -> None:
+        """Idempotent; ends a create of that generation that is still going on, and fences later repeats of it."""
+        ...
+
+    async def stats(self, sandbox_id: str) -> SandboxStats: ...
+
+    async def changes(self, after: int, *, wait_s: float = 25.0) -> Changes:
+        """Long poll. Start with 0: then every known sandbox comes once. Deleted ones come as not alive."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class LocalNodeClient:
+    """NodeClient over the node's unix socket."""
+
+    def __init__(self, node_socket: Path | str, *, timeout_s: float = 60.0) -> None:
+        self._socket = str(node_socket)
+        self._timeout_s = timeout_s
+        transport = httpx2.AsyncHTTPTransport(uds=self._socket)
+        self._http = httpx2.AsyncClient(transport=transport, base_url="http://node", timeout=timeout_s, trust_env=False)
+
+    async def __aenter__(self) -> LocalNodeClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def facts(self) -> NodeFacts:
+        return NodeFacts.model_validate(await self._call("GET", "/v1/node"))
+
+    async def create(self, request: NodeSandboxCreate) -> SandboxFacts:
+        return SandboxFacts.model_validate(await self._call("POST", "/v1/sandboxes", body=request.model_dump()))
+
+    async def get(self, sandbox_id: str) -> SandboxFacts:
+        return SandboxFacts.model_validate(await self._call("GET", f"/v1/sandboxes/{sandbox_id}"))
+
+    async def list(self) -> list[SandboxFacts]:
+        answer = await self._call("GET", "/v1/sandboxes")
+        return [SandboxFacts.model_validate(facts) for facts in answer["sandboxes"]]
+
+    async def delete(self, sandbox_id: str, *, generation: int) -> None:
+        await self._call("DELETE", f"/v1/sandboxes/{sandbox_id}", query={"generation": generation})
+
+    async def stats(self, sandbox_id: str) -> SandboxStats:
+        return SandboxStats.model_validate(await self._call("GET", f"/v1/sandboxes/{sandbox_id}/stats"))
+
+    async def changes(self, after: int, *, wait_s: float = 25.0) -> Changes:
+        query = {"after": after, "wait_s": wait_s}
+        answer = await self._call("GET", "/v1/changes", query=query, timeout_s=wait_s + 10)
+        return Changes(
+            seq=int(answer["seq"]),
+            changes=[SandboxFacts.model_validate(facts) for facts in answer["changes"]],
+        )
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        query: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        timeout = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            answer = await self._http.request(method, path, json=body, params=query, timeout=timeout)
+        except httpx2.TransportError as error:
+            raise _unreachable(self._socket, error) from error
+        if answer.status_code == 204:
+            return None
+        try:
+            decoded = answer.json()
+        except ValueError:
+            decoded = None
+        if answer.status_code >= 400 or decoded is None:
+            raise error_from_body(decoded, status=answer.status_code)
+        return decoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialled:
+    """The way to one sandbox's agent. The receiver owns the socket and connects it to the address."""
+
+    socket: socket.socket
+    """Not connected, non-blocking, made where the sandbox is reachable."""
+    address: tuple[str, int] | str
+    statement: bytes
+    """What `POST /v1/identity` of the guest contract takes, signed by the node."""
+    signature: bytes
+    session_key: bytes
+
+
+class DialClient:
+    """Asks the node for sockets to sandboxes' agents; for the gateway."""
+
+    def __init__(self, dial_socket: Path | str, *, timeout_s: float = 10.0) -> None:
+        self._socket = str(dial_socket)
+        self._timeout_s = timeout_s
+
+    async def dial(self, sandbox_id: str, generation: int) -> Dialled:
+        request = json.dumps({"sandbox": sandbox_id, "generation": generation}).encode()
+        try:
+            async with asyncio.timeout(self._timeout_s), self._connected() as connection:
+                await _send_packet(connection, request)
+                packet, descriptors = await _receive_packet(connection)
+        except (OSError, TimeoutError) as error:
+            raise _unreachable(self._socket, error) from error
+        return _read_answer(packet, descriptors)
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[socket.socket]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
+            connection.setblocking(False)
+            while True:
+                try:
+                    connection.connect(self._socket)  # a unix connect is done at once, or the backlog is full
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(0.005)
+            yield connection
+
+
+def _read_answer(packet: bytes, descriptors: list[int]) -> Dialled:
+    try:
+        answer = json.loads(packet) if packet else {}
+        if "error" in answer or len(descriptors) != 1:
+            raise error_from_body(answer)
+        address = answer["address"]
+        guest = socket.socket(fileno=descriptors.pop())
+        guest.setblocking(False)
+        return Dialled(
+            socket=guest,
+            address=address if isinstance(address, str) else (str(address[0]), int(address[1])),
+            statement=base64.b64decode(answer["statement"]),
+            signature=base64.b64decode(answer["signature"]),
+            session_key=base64.b64decode(answer["session_key"]),
+        )
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+async def _send_packet(connection: socket.socket, packet: bytes) -> None:
+    while True:
+        try:
+            connection.send(packet)
+            return
+        except BlockingIOError:
+            await _ready(connection, writing=True)
+
+
+async def _receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
+    while True:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(connection, DIAL_PACKET_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+            return packet, descriptors
+        except BlockingIOError:
+            await _ready(connection, writing=False)
+
+
+async def _ready(connection: socket.socket, *, writing: bool) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    add(connection, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        remove(connection)
+
+
+def _unreachable(path: str, error: Exception) -> CpuosError:
+    return Unavailable(
+        "cannot reach the node daemon",
+        f"{path}: {str(error) or type(error).__name__}",
+        code="node_unavailable",
+        hint="cpuos up",
+    )

@@ -1,0 +1,130 @@
+"""The node's own memory: one small file a sandbox, on disk before each stage, so that a killed daemon finds
+everything again. It holds ids and numbers; paths are derived from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cpuos.runtimes.base import Process
+from cpuos.types.node import NodeSandboxCreate
+from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation
+
+__all__ = ["Journal", "Loaded", "Record", "Stage"]
+
+log = structlog.get_logger("cpuos.node")
+
+
+class Stage(StrEnum):
+    CREATING = "creating"
+    RUNNING = "running"
+    DEAD = "dead"  # its process ended; all else of it is removed or being removed
+    DELETING = "deleting"
+    GONE = "gone"  # deleted; kept for a while as a fence against late calls
+
+
+class Record(BaseModel):
+    """What the node knows of one sandbox. The file is 0600: it holds the session key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    request: NodeSandboxCreate
+    stage: Stage
+    boot_id: str
+    changed_at: datetime
+    session_key: str = field(repr=False)
+    """Hex; random for each sandbox and generation."""
+    template_digest: str = ""
+    isolation: Isolation = Isolation.NONE
+    isolation_detail: str = ""
+    process: Process | None = None
+    started_at: datetime | None = None
+    exit_reason: str = ""
+    ended: bool = False
+    """Its resources on the host are removed."""
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def generation(self) -> int:
+        return self.request.generation
+
+    def becomes(self, stage: Stage, **changes: object) -> Record:
+        return self.model_copy(update={"stage": stage, **changes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    records: list[Record]
+    unreadable: list[str]
+    """Ids whose file says nothing usable; it was set aside."""
+
+
+class Journal:
+    """Records in one folder (0700). Every write is whole or not at all, and on disk when it returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def load(self) -> Loaded:
+        records, unreadable = [], []
+        for path in self._files():
+            try:
+                record = Record.model_validate_json(path.read_bytes())
+                if record.id != path.stem:
+                    raise ValueError(f"the file names {record.id}")
+            except (OSError, ValueError, ValidationError) as error:
+                log.error("journal record unreadable", sandbox=path.stem, error=str(error))
+                path.replace(path.with_suffix(".unreadable"))
+                unreadable.append(path.stem)
+            else:
+                records.append(record)
+        return Loaded(records=records, unreadable=unreadable)
+
+    def write(self, record: Record) -> None:
+        path = self._path(record.id)
+        draft = path.with_suffix(".draft")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(draft, flags, 0o600)
+        try:
+            os.write(descriptor, json.dumps(record.model_dump(mode="json")).encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(draft, path)
+        self._sync_folder()
+
+    def remove(self, sandbox_id: str) -> None:
+        self._path(sandbox_id).unlink(missing_ok=True)
+        self._sync_folder()
+
+    def _path(self, sandbox_id: str) -> Path:
+        if re.fullmatch(SANDBOX_ID_PATTERN, sandbox_id) is None:
+            raise ValueError(f"not a sandbox id: {sandbox_id!r}")
+        return self._folder / f"{sandbox_id}.json"
+
+    def _files(self) -> Iterator[Path]:
+        for path in sorted(self._folder.iterdir()):
+            if path.suffix == ".draft":
+                path.unlink()
+            elif path.suffix == ".json" and re.fullmatch(SANDBOX_ID_PATTERN, path.stem):
+                yield path
+
+    def _sync_folder(self) -> None:
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,152 @@
+"""A small guest agent in Python that speaks api/guest.md: for tests without a real sandbox.
+
+Commands are real local processes. Isolation is none: run only what a test wrote itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from cpuos.testing.fake_commands import FakeCommands
+from cpuos.testing.fake_files import FakeFiles
+from cpuos.testing.fake_http import MAX_HEAD_BYTES, GuestError, HttpRequest, HttpResponse, serve_connection
+
+__all__ = ["FakeAgent"]
+
+SIGNATURE_DOMAIN = b"cpuos-identity-v1\n"
+
+
+class FakeAgent:
+    """One agent. `root` is the folder that it serves as "/"; with `switch_users` it acts as real users (needs root)."""
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        *,
+        node_key: bytes,
+        root: Path = Path("/"),
+        switch_users: bool = False,
+        set_hostname: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._sandbox_id = sandbox_id
+        self._node_key = Ed25519PublicKey.from_public_bytes(node_key)
+        self._set_hostname = set_hostname
+        self._started = time.monotonic()
+        self._generation = 0
+        self._session_key = b""
+        self.commands = FakeCommands(root, switch_users=switch_users)
+        self.files = FakeFiles(root, switch_users=switch_users)
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, listener: socket.socket) -> None:
+        """Serve connections of this listening socket until `close`."""
+        listener.setblocking(False)
+        start = asyncio.start_unix_server if listener.family == socket.AF_UNIX else asyncio.start_server
+        self._server = await start(self._connected, sock=listener, limit=MAX_HEAD_BYTES)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self.commands.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            await serve_connection(reader, writer, handler=self._handle)
+        except asyncio.CancelledError:
+            writer.close()
+        finally:
+            self._connections.discard(task)
+
+    async def _handle(self, request: HttpRequest) -> HttpResponse | None:
+        if (request.method, request.path) == ("POST", "/v1/identity"):
+            return HttpResponse(json=self._accept_identity(await request.json()))
+        self._check_key(request)
+        handlers = {
+            ("GET", "/v1/files"): self.files.read,
+            ("PUT", "/v1/files"): self.files.write,
+            ("DELETE", "/v1/files"): self.files.remove,
+            ("GET", "/v1/files/stat"): self.files.stat,
+            ("GET", "/v1/files/list"): self.files.list,
+            ("POST", "/v1/files/mkdir"): self.files.mkdir,
+            ("POST", "/v1/files/move"): self.files.move,
+            ("GET", "/v1/files/watch"): self.files.watch,
+            ("GET", "/v1/files/tree"): self.files.read_tree,
+            ("PUT", "/v1/files/tree"): self.files.write_tree,
+            ("POST", "/v1/commands"): self.commands.start,
+        }
+        handler = handlers.get((request.method, request.path))
+        if handler is not None:
+            return await handler(request)
+        return await self._handle_small(request)
+
+    async def _handle_small(self, request: HttpRequest) -> HttpResponse | None:
+        match request.method, request.path.split("/")[2:]:
+            case "GET", ["hello"]:
+                return HttpResponse(json=self._hello())
+            case "GET", ["commands"]:
+                return HttpResponse(json={"commands": self.commands.list()})
+            case "POST", ["commands", command_id, "attach"]:
+                offsets = {name: request.number(name) for name in ("stdout", "stderr")}
+                await self.commands.get(command_id).stream(request, offsets=offsets)
+                return None
+            case "POST", ["commands", command_id, "kill"]:
+                asked = await request.json()
+                command = self.commands.get(command_id)
+                await command.kill(int(asked.get("signal", 9)), reason=str(asked.get("reason", "")))
+                return HttpResponse(json=command.facts())
+            case "DELETE", ["commands", command_id]:
+                self.commands.remove(command_id)
+                return HttpResponse(status=204)
+            case "POST", ["clock"] | ["shutdown"]:
+                await request.json()
+                return HttpResponse(status=204)
+        raise GuestError("not_found", f"no route {request.method} {request.path}")
+
+    def _accept_identity(self, body: dict[str, str]) -> dict[str, object]:
+        try:
+            statement = base64.b64decode(body["statement"])
+            self._node_key.verify(base64.b64decode(body["signature"]), SIGNATURE_DOMAIN + statement)
+            said = json.loads(statement)
+            key = base64.b64decode(said["session_key"])
+            repeat = said["generation"] == self._generation and hmac.compare_digest(key, self._session_key)
+            if said["sandbox"] != self._sandbox_id or said["expires_at"] <= said["now"]:
+                raise ValueError("another sandbox, or expired")
+            if said["generation"] <= self._generation and not repeat:
+                raise ValueError(f"generation {said['generation']} is not above {self._generation}")
+        except (InvalidSignature, KeyError, TypeError, ValueError) as error:
+            raise GuestError("identity_refused", str(error) or type(error).__name__) from error
+        self._generation, self._session_key = said["generation"], key
+        self._set_hostname(str(said.get("hostname", "")))
+        return self._hello()
+
+    def _check_key(self, request: HttpRequest) -> None:
+        sent = request.headers.get("authorization", "").encode()
+        if not self._session_key or not hmac.compare_digest(sent, f"Bearer {self._session_key.hex()}".encode()):
+            raise GuestError("identity_required", "send the session key")
+
+    def _hello(self) -> dict[str, object]:
+        return {
+            "contract": 1,
+            "agent": "fake",
+            "sandbox": self._sandbox_id,
+            "generation": self._generation,
+            "boot_s": time.monotonic() - self._started,
+            "commands": self.commands.running,
+        }

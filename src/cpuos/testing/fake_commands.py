@@ -1,0 +1,489 @@
+"""Commands of the fake agent: real local processes, with rings, offsets, whole-tree kill and time limits as in
+api/guest.md."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import pwd
+import signal
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+from cpuos.testing.fake_http import GuestError, HttpRequest, HttpResponse
+from cpuos.types.frames import FrameDecoder, FrameError, FrameKind, encode_frame
+
+__all__ = ["FakeCommand", "FakeCommands"]
+
+RING_BYTES = 1 << 20
+COPY_BYTES = 64 << 10
+QUIET_S = 0.1
+KEEPALIVE_S = 5.0
+
+
+class Ring:
+    """Output that the host has not acknowledged; no more is read from the program while it is full."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.data = bytearray()
+        self.acknowledged = asyncio.Event()
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.data)
+
+    @property
+    def full(self) -> bool:
+        return len(self.data) >= RING_BYTES
+
+    def drop_until(self, offset: int) -> None:
+        count = max(0, min(offset, self.end) - self.start)
+        del self.data[:count]
+        self.start += count
+        self.acknowledged.set()
+
+
+class FakeCommand:
+    """One program. A connection may come and go; the command does not care."""
+
+    def __init__(self, command_id: str, body: dict[str, Any], *, copies: Path) -> None:
+        self.id = command_id
+        self.body = body
+        self.pid = 0
+        self.ended: dict[str, Any] | None = None
+        self.rings = {"stdout": Ring(), "stderr": Ring()}
+        self.changed = asyncio.Condition()
+        self.stdin_taken = 0
+        self._copies = copies / command_id
+        self._copying: dict[str, Any] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stdin: int | None = None
+        self._terminal: int | None = None
+        self._kill_reason: tuple[str, str] | None = None
+        self._started = time.monotonic()
+        self._last_output = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def argv(self) -> list[str]:
+        return self.body.get("argv") or ["/bin/bash", "-c", self.body["command"]]
+
+    def start(self, *, cwd: str, env: dict[str, str], credentials: dict[str, Any]) -> None:
+        """Start the program and the tasks that read it."""
+        outputs = self._open_streams()
+        try:
+            self._process = subprocess.Popen(
+                self.argv,
+                cwd=cwd,
+                env=env | {"CPUOS_COMMAND": self.id},
+                start_new_session=True,
+                stdin=self._child_stdin,
+                stdout=self._child_out["stdout"],
+                stderr=self._child_out["stderr"],
+                preexec_fn=self._take_terminal if self._terminal is not None else None,
+                **credentials,
+            )
+        except OSError:
+            for descriptor in [*outputs.values(), *([self._stdin] if self._stdin is not None else [])]:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            raise
+        finally:
+            for descriptor in self._child_descriptors:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        self.pid = self._process.pid
+        self._tasks = [asyncio.create_task(self._read(name, fd)) for name, fd in outputs.items()]
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    def _open_streams(self) -> dict[str, int]:
+        if self.body.get("pty"):
+            master, slave = pty.openpty()
+            self._terminal = self._stdin = master
+            self.resize(self.body["pty"])
+            self._child_stdin, self._child_out = slave, {"stdout": slave, "stderr": slave}
+            self._child_descriptors = [slave]
+            outputs = {"stdout": master}
+        else:
+            outputs, self._child_out, self._child_descriptors = {}, {}, []
+            for name in ("stdout", "stderr"):
+                outputs[name], child = os.pipe()
+                self._child_out[name] = child
+                self._child_descriptors.append(child)
+            if self.body.get("stdin") == "open":
+                child, self._stdin = os.pipe()
+                self._child_descriptors.append(child)
+                self._child_stdin = child
+            else:
+                self._child_stdin = subprocess.DEVNULL
+        for descriptor in [*outputs.values(), *([self._stdin] if self._stdin is not None else [])]:
+            os.set_blocking(descriptor, False)
+        return outputs
+
+    def _take_terminal(self) -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    def resize(self, size: dict[str, int]) -> None:
+        if self._terminal is not None:
+            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size["rows"], size["cols"], 0, 0))
+
+    # reading
+
+    async def _read(self, name: str, descriptor: int) -> None:
+        ring = self.rings[name]
+        try:
+            while True:
+                while ring.full:
+                    ring.acknowledged.clear()
+                    await ring.acknowledged.wait()
+                await _readable(descriptor)
+                try:
+                    data = os.read(descriptor, min(RING_BYTES - len(ring.data), 256 << 10))
+                except BlockingIOError:
+                    continue
+                except OSError:  # a pty's last writer is gone
+                    return
+                if not data:
+                    return
+                self._last_output = time.monotonic()
+                if self.ended is None:
+                    self._keep_copy(name, data)
+                    ring.data += data
+                    await self._notify()
+        finally:
+            self._close_when_unused(descriptor)
+
+    def _close_when_unused(self, descriptor: int) -> None:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        if descriptor == self._terminal:
+            self._terminal = self._stdin = None
+
+    def _keep_copy(self, name: str, data: bytes) -> None:
+        """From the first byte on, once the output is large: the ring still holds all before."""
+        copy = self._copying.get(name)
+        if copy is None:
+            copy = self._copying[name] = bytearray()
+        if isinstance(copy, bytearray):
+            copy += data
+            if len(copy) > COPY_BYTES:
+                self._copies.mkdir(parents=True, exist_ok=True)
+                self._copying[name] = open(self._copies / name, "wb", buffering=0)  # noqa: SIM115
+                self._copying[name].write(copy)
+        else:
+            copy.write(data)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    # the end
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        limit = self.body.get("timeout_s")
+        timer = asyncio.get_running_loop().call_later(limit, self._time_out) if limit else None
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            await _readable(pidfd)
+        finally:
+            os.close(pidfd)
+            if timer is not None:
+                timer.cancel()
+        code = self._process.wait()
+        if self._kill_reason is not None:
+            await self.kill_tree()
+        readers = self._tasks[:-1]
+        while any(not task.done() for task in readers):
+            await asyncio.wait(readers, timeout=QUIET_S / 4)
+            full = any(ring.full for ring in self.rings.values())
+            if not full and time.monotonic() - self._last_output > QUIET_S:
+                break
+        await self._end(code)
+
+    async def _end(self, code: int) -> None:
+        status = "exited" if code >= 0 else "signalled"
+        reason = ""
+        if self._kill_reason is not None:
+            status, reason = self._kill_reason
+        copied = [copy for copy in self._copying.values() if not isinstance(copy, bytearray)]
+        for copy in copied:
+            copy.close()
+        self.ended = {
+            "status": status,
+            "exit_code": code if status == "exited" else None,
+            "signal": -code if code < 0 else None,
+            "limit": None,
+            "reason": reason,
+            "duration_s": time.monotonic() - self._started,
+            "stdout_bytes": self.rings["stdout"].end,
+            "stderr_bytes": self.rings["stderr"].end,
+            "output_path": f"/var/log/cpuos/commands/{self.id}" if copied else None,
+        }
+        if self._stdin is not None and self._stdin != self._terminal:
+            os.close(self._stdin)
+            self._stdin = None
+        await self._notify()
+
+    def _time_out(self) -> None:
+        self._kill_reason = ("timed_out", f"its time limit of {self.body['timeout_s']:g} s passed")
+        self._signal_tree(signal.SIGKILL)
+
+    async def kill(self, number: int, *, reason: str) -> None:
+        if self.ended is not None:
+            return
+        if number == signal.SIGINT and self._terminal is not None:
+            os.write(self._terminal, b"\x03")
+            return
+        if number == signal.SIGKILL:
+            self._kill_reason = self._kill_reason or ("killed", reason)
+            await self.kill_tree()
+        else:
+            self._signal_tree(number)
+
+    async def kill_tree(self) -> None:
+        for _ in range(200):
+            if not self._signal_tree(signal.SIGKILL):
+                return
+            await asyncio.sleep(0.01)
+        raise GuestError("internal", "processes are left after two seconds")
+
+    def _signal_tree(self, number: int) -> int:
+        """Signal every process of this command; how many were not yet dead."""
+        alive = _tree(self.pid, self.id)
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        return len(alive)
+
+    # stdin
+
+    async def write_stdin(self, data: bytes, offset: int) -> None:
+        if offset > self.stdin_taken:
+            raise GuestError("invalid", f"stdin was taken until {self.stdin_taken}")
+        data = data[self.stdin_taken - offset :]
+        while data and self._stdin is not None and self.ended is None:
+            try:
+                written = os.write(self._stdin, data)
+            except BlockingIOError:
+                await asyncio.sleep(0.005)
+                continue
+            except OSError:  # the program closed its stdin
+                written = len(data)
+            self.stdin_taken += written
+            data = data[written:]
+
+    def close_stdin(self) -> None:
+        if self._stdin is None:
+            return
+        if self._stdin == self._terminal:
+            os.write(self._terminal, b"\x04")
+        else:
+            os.close(self._stdin)
+            self._stdin = None
+
+    def facts(self) -> dict[str, Any]:
+        counts = {f"{name}_bytes": ring.end for name, ring in self.rings.items()}
+        running = {"status": "running", **counts}
+        return {"id": self.id, "pid": self.pid, **(self.ended or running)}
+
+    # streams
+
+    async def stream(self, request: HttpRequest, *, offsets: dict[str, int]) -> None:
+        """Send frames from these offsets until the end; take frames of the host meanwhile."""
+        for name, offset in offsets.items():
+            self.rings[name].drop_until(offset)
+        await request.upgrade()
+        request.writer.write(encode_frame(FrameKind.STARTED, json.dumps({"pid": self.pid}).encode()))
+        taking = asyncio.create_task(self._take_frames(request))
+        sending = asyncio.create_task(self._send_frames(request, offsets))
+        try:
+            await asyncio.wait([taking, sending], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (taking, sending):
+                task.cancel()
+            await asyncio.gather(taking, sending, return_exceptions=True)
+
+    async def _send_frames(self, request: HttpRequest, offsets: dict[str, int]) -> None:
+        kinds = {"stdout": FrameKind.STDOUT, "stderr": FrameKind.STDERR}
+        while True:
+            sent = False
+            for name, ring in self.rings.items():
+                offsets[name] = max(offsets[name], ring.start)
+                data = bytes(ring.data[offsets[name] - ring.start :][: 256 << 10])
+                if data:
+                    request.writer.write(encode_frame(kinds[name], data, offset=offsets[name]))
+                    offsets[name] += len(data)
+                    sent = True
+            await request.writer.drain()
+            if sent:
+                continue
+            if self.ended is not None:
+                request.writer.write(encode_frame(FrameKind.ENDED, json.dumps(self.ended).encode()))
+                await request.writer.drain()
+                return
+            try:
+                async with asyncio.timeout(KEEPALIVE_S), self.changed:
+                    if all(offsets[name] == ring.end for name, ring in self.rings.items()) and self.ended is None:
+                        await self.changed.wait()
+            except TimeoutError:
+                request.writer.write(encode_frame(FrameKind.KEEPALIVE))
+
+    async def _take_frames(self, request: HttpRequest) -> None:
+        decoder = FrameDecoder()
+        while data := await request.reader.read(256 << 10):
+            try:
+                frames = list(decoder.feed(data))
+            except FrameError:
+                return
+            for frame in frames:
+                await self._take(frame.kind, frame.payload, frame.offset)
+
+    async def _take(self, kind: FrameKind, payload: bytes, offset: int) -> None:
+        if kind is FrameKind.STDIN:
+            await self.write_stdin(payload, offset)
+        elif kind is FrameKind.STDIN_END:
+            self.close_stdin()
+        elif kind is FrameKind.ACK:
+            for name, held in json.loads(payload).items():
+                if name in self.rings:
+                    self.rings[name].drop_until(held)
+        elif kind is FrameKind.RESIZE:
+            self.resize(json.loads(payload))
+        elif kind is FrameKind.KILL:
+            asked = json.loads(payload)
+            await self.kill(int(asked.get("signal", 9)), reason=str(asked.get("reason", "")))
+
+    async def close(self) -> None:
+        if self.ended is None and self.pid:
+            self._kill_reason = self._kill_reason or ("killed", "the agent ends")
+            with contextlib.suppress(GuestError):
+                await self.kill_tree()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._process is not None:
+            self._process.wait()
+
+
+class FakeCommands:
+    """The table of commands of one fake agent."""
+
+    def __init__(self, root: Path, *, switch_users: bool) -> None:
+        self._root = root
+        self._switch_users = switch_users
+        self._commands: dict[str, FakeCommand] = {}
+
+    @property
+    def running(self) -> int:
+        return sum(command.ended is None for command in self._commands.values())
+
+    def get(self, command_id: str) -> FakeCommand:
+        try:
+            return self._commands[command_id]
+        except KeyError:
+            raise GuestError("command_not_found", f"no command {command_id}") from None
+
+    def list(self) -> list[dict[str, Any]]:
+        return [command.facts() for command in self._commands.values()]
+
+    async def start(self, request: HttpRequest) -> HttpResponse | None:
+        command_id = request.text("id")
+        body = await request.json()
+        command = self._commands.get(command_id)
+        if command is None:
+            command = FakeCommand(command_id, body, copies=self._root / "var/log/cpuos/commands")
+            self._start(command)
+            self._commands[command_id] = command
+        if not request.wants_upgrade:
+            return HttpResponse(json=command.facts())
+        await command.stream(request, offsets={"stdout": 0, "stderr": 0})
+        return None
+
+    def _start(self, command: FakeCommand) -> None:
+        body = command.body
+        cwd = str(self._root / str(body.get("cwd") or "/workspace").lstrip("/"))
+        home, credentials = self._user(str(body.get("user") or "user"))
+        env = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": str(self._root / home.lstrip("/")),
+            "USER": str(body.get("user") or "user"),
+            "LOGNAME": str(body.get("user") or "user"),
+            "SHELL": "/bin/bash",
+            "LANG": "C.UTF-8",
+            **({"TERM": "xterm-256color"} if body.get("pty") else {}),
+            **(body.get("env") or {}),
+        }
+        if not os.path.isdir(cwd):
+            raise GuestError("cwd_not_found", f"no folder {body.get('cwd')}")
+        try:
+            command.start(cwd=cwd, env=env, credentials=credentials)
+        except FileNotFoundError as error:
+            raise GuestError("program_not_found", command.argv[0], errno=error.errno) from error
+        except PermissionError as error:
+            raise GuestError("program_not_executable", command.argv[0], errno=error.errno) from error
+
+    def _user(self, name: str) -> tuple[str, dict[str, Any]]:
+        if not self._switch_users:
+            if name not in ("user", "root"):
+                raise GuestError("user_not_found", f"no user {name}")
+            return ("/home/user" if name == "user" else "/root"), {}
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            raise GuestError("user_not_found", f"no user {name}") from None
+        return entry.pw_dir, {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+
+    def remove(self, command_id: str) -> None:
+        if self.get(command_id).ended is None:
+            raise GuestError("invalid", f"command {command_id} runs", status=409)
+        del self._commands[command_id]
+
+    async def close(self) -> None:
+        for command in self._commands.values():
+            await command.close()
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _tree(root_pid: int, command_id: str) -> list[int]:
+    """Live processes of a command: descendants, its session, and those that carry its mark."""
+    mark = f"CPUOS_COMMAND={command_id}".encode()
+    parents, sessions, found = {}, {}, set()
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = Path(entry.path, "stat").read_bytes()
+            fields = stat[stat.rindex(b")") + 2 :].split()
+            if fields[0] in (b"Z", b"X"):
+                continue
+            pid = int(entry.name)
+            parents[pid], sessions[pid] = int(fields[1]), int(fields[3])
+            if mark in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                found.add(pid)
+        except (OSError, ValueError):
+            continue
+    found |= {pid for pid, session in sessions.items() if session == root_pid}
+    if root_pid in parents:
+        found.add(root_pid)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {os.getpid()})
