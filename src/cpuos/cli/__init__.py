@@ -1,0 +1,1 @@
+"""The `cpuos` command: one file a group of commands, built on the public SDK."""

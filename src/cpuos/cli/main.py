@@ -1,0 +1,127 @@
+"""Entry point: puts the command groups together, and turns every failure into three lines and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points, version
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from cpuos.cli import audit, commands, copies, machine, overview, profiles, sandboxes, shells, templates
+from cpuos.cli.output import JsonOption, Output
+from cpuos.errors import CpuosError, InvalidRequest, PlatformError
+
+__all__ = ["app", "main"]
+
+# As `docker run`: a code that the program inside is unlikely to use says that the failure is ours.
+EXEC_FAILURE = 125
+
+app = typer.Typer(
+    name="cpuos",
+    help="Computers for AI agents: isolated, disposable Linux machines.",
+    no_args_is_help=False,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for group in (machine, sandboxes, commands, shells, copies, profiles, templates, audit):
+    group.register(app)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"cpuos {version('cpuos')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def show_overview(
+    ctx: typer.Context,
+    as_json: JsonOption = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Without a command: what runs, and the three likely next commands."""
+    if ctx.invoked_subcommand is None:
+        overview.show(ctx)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    output = Output()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    failure = EXEC_FAILURE if "exec" in [word for word in arguments if not word.startswith("-")][:1] else 1
+    _interrupt_on_signals()
+    try:
+        _load_plugins()
+        code = app(arguments, prog_name="cpuos", standalone_mode=False, obj=output)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except CpuosError as error:
+        if os.environ.get("CPUOS_DEBUG") == "1":
+            raise
+        output.error(error)
+        return failure
+    except TyperException as error:
+        # The line could not be read as a whole, so the option may not have been met.
+        output.json = output.json or "--json" in arguments
+        output.error(_usage_error(error))
+        return EXEC_FAILURE if failure == EXEC_FAILURE else error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # The reader of our stdout has gone (`cpuos ls | head -1`): nobody is there to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return failure
+    except Exception as error:
+        if os.environ.get("CPUOS_DEBUG") == "1":
+            raise
+        output.error(_fault(error))
+        return failure
+
+
+def _load_plugins() -> None:
+    """Groups that other packages register: each entry point is a function that takes the app."""
+    for point in entry_points(group="cpuos.commands"):
+        point.load()(app)
+
+
+def _interrupt_on_signals() -> None:
+    """A closed terminal or a polite kill cleans up like Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    try:
+        signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            signal.signal(signal.SIGHUP, interrupt)
+    except ValueError:  # not in the main thread: an embedding program keeps its own signals
+        pass
+
+
+def _usage_error(error: TyperException) -> CpuosError:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "cpuos"
+    message = error.format_message().rstrip(".")
+    usage = context.get_usage().split("\n")[0].strip() if context else ""
+    what = f"cannot read the command line: {message[:1].lower()}{message[1:]}"
+    return InvalidRequest(what, usage[:1].lower() + usage[1:], hint=f"{path} --help")
+
+
+def _fault(error: Exception) -> CpuosError:
+    text = " ".join(str(error).split())[:500]
+    return PlatformError(
+        f"cannot finish the command: {type(error).__name__}: {text}",
+        "this is a fault of cpuOS, not of your command",
+        hint="run it again with CPUOS_DEBUG=1 to see where it happened",
+    )

@@ -1,0 +1,110 @@
+"""create, ls: sandboxes themselves. (`kill` is in commands.py: it also ends one command.)"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cpuos.cli.output import JsonOption, ago, current_output, in_future
+from cpuos.errors import InvalidRequest
+
+__all__ = ["parse_pairs", "register"]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("create")(create)
+    app.command("ls")(list_sandboxes)
+
+
+def create(
+    ctx: typer.Context,
+    template: Annotated[str, typer.Option("--template", "-t", help="Prepared image to start from.")] = "python",
+    name: Annotated[str | None, typer.Option(help="A host name: lower case letters, digits, hyphens.")] = None,
+    cpu: Annotated[int | None, typer.Option(help="CPUs (default 2).")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory, such as 512MiB or 4GiB (default 2GiB).")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk, such as 8GiB (default).")] = None,
+    max_processes: Annotated[int | None, typer.Option(help="Most processes at once (default 512).")] = None,
+    timeout: Annotated[str | None, typer.Option(help="Session length, then it is killed (default 15m).")] = None,
+    label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE; may be repeated.")] = None,
+    task: Annotated[str | None, typer.Option(help="Id of the task that owns it, in your application.")] = None,
+    runtime: Annotated[str | None, typer.Option(help="gvisor, or auto (default).")] = None,
+    min_isolation: Annotated[str | None, typer.Option(help="Refuse less than: microvm, gvisor, emulated.")] = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="A repeat with this key gives the same sandbox.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Create a sandbox and print its id. It runs until `cpuos kill` or the end of its timeout."""
+    from cpuos import Sandbox
+
+    output = current_output(ctx)
+    wishes = {
+        "name": name,
+        "cpu": cpu,
+        "memory": memory,
+        "disk": disk,
+        "max_processes": max_processes,
+        "timeout": timeout,
+        "labels": parse_pairs(label, option="--label"),
+        "task": task,
+        "runtime": runtime,
+        "min_isolation": min_isolation,
+        "idempotency_key": idempotency_key,
+    }
+    with output.working(f"creating a sandbox from {template}"):
+        sandbox = Sandbox.create(template, **{key: value for key, value in wishes.items() if value})
+    if output.json:
+        output.data(sandbox.info)
+        return
+    output.line(sandbox.id)
+    info = sandbox.info
+    output.progress(f"{info.isolation} ({info.isolation_detail}), ends in {in_future(info.expires_at)}")
+
+
+def list_sandboxes(
+    ctx: typer.Context,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Ended ones too.")] = False,
+    state: Annotated[str | None, typer.Option(help="Only those in this state.")] = None,
+    label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE; may be repeated.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only ids.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List sandboxes: those alive, newest first."""
+    from cpuos import Sandbox
+    from cpuos.types.sandbox import LIVE_STATES
+
+    output = current_output(ctx)
+    found = Sandbox.list(state=state, labels=parse_pairs(label, option="--label"))
+    shown = [info for info in found if everything or state or info.state in LIVE_STATES]
+    if output.json:
+        output.data({"sandboxes": shown})
+    elif quiet:
+        for info in shown:
+            output.line(info.id)
+    else:
+        rows = [
+            (
+                info.id,
+                info.name,
+                f"{info.state}: {info.reason}" if info.reason else info.state,
+                info.template,
+                info.isolation,
+                ago(info.created_at),
+                in_future(info.expires_at) if info.ended_at is None else "",
+            )
+            for info in shown
+        ]
+        headings = ("ID", "NAME", "STATE", "TEMPLATE", "ISOLATION", "AGE", "ENDS IN")
+        output.table(headings, rows, empty="no sandbox; make one with: cpuos create")
+
+
+def parse_pairs(texts: list[str] | None, *, option: str) -> dict[str, str]:
+    """KEY=VALUE options as a dictionary."""
+    pairs: dict[str, str] = {}
+    for text in texts or []:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise InvalidRequest(
+                f"cannot read {option}: {text!r}", "it is written KEY=VALUE", hint=f"{option} team=research"
+            )
+        pairs[key] = value
+    return pairs

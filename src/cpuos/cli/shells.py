@@ -1,0 +1,116 @@
+"""shell, and the terminal side of `exec -t`: the user's keys to a pty in the sandbox, its screen back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cpuos.cli.commands import exit_code_of
+from cpuos.cli.output import JsonOption
+from cpuos.cli.terminal import Keep, SafeStream, raw_mode, terminal_size
+from cpuos.errors import CpuosError, InvalidRequest
+
+if TYPE_CHECKING:
+    from cpuos import PtySession, Sandbox
+
+__all__ = ["register", "run_terminal"]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("shell")(open_shell)
+
+
+def open_shell(
+    ctx: typer.Context,
+    sandbox: Annotated[str, typer.Argument(help="Id, unique prefix or name.", metavar="SANDBOX")],
+    command: Annotated[str, typer.Option(help="Program to run.")] = "bash -l",
+    cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="Folder to start in (default /workspace).")] = None,
+    user: Annotated[str | None, typer.Option("--user", "-u", help="User to run as (default user).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Open a terminal in a sandbox; ends with its program (Ctrl-D), and exits as it did."""
+    from cpuos import Sandbox
+
+    if as_json:
+        raise InvalidRequest(
+            "cannot open a terminal with --json",
+            "a terminal's bytes are no JSON",
+            hint=f"cpuos exec --json {sandbox} -- bash -lc 'echo hello'",
+        )
+    options = {key: value for key, value in {"cwd": cwd, "user": user}.items() if value}
+    code = run_terminal(Sandbox.connect(sandbox), command, options)
+    if code:
+        raise typer.Exit(code)
+
+
+def run_terminal(sandbox: Sandbox, command: str | list[str], options: dict[str, Any]) -> int:
+    """Join the user's terminal and a pty in the sandbox until the program ends; the exit code to leave with."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InvalidRequest(
+            "cannot open a terminal: stdin and stdout are not both a terminal",
+            "keys and screen need one",
+            hint=f"cpuos exec -i {sandbox.id} -- bash",
+        )
+    columns, rows = terminal_size()
+    environment = {"TERM": os.environ.get("TERM", "xterm-256color"), **options.pop("env", {})}
+    with sandbox.pty(command, cols=columns, rows=rows, env=environment, **options) as session:
+        safe = SafeStream(Keep.SCREEN)
+        with raw_mode(sys.stdin.buffer), _keys_and_size(session):
+            try:
+                for data in session:
+                    _show(safe.feed(data))
+            finally:
+                _show(safe.close())
+        result = session.wait()
+    return exit_code_of(result.status, exit_code=result.exit_code, signal=result.signal)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _keys_and_size(session: PtySession) -> Iterator[None]:
+    """A thread that passes on keys, and the window's size whenever that changes."""
+    wake, ring = os.pipe()
+    os.set_blocking(ring, False)
+    before = signal.signal(signal.SIGWINCH, lambda number, frame: os.write(ring, b"w"))
+    thread = threading.Thread(target=_pass_on, args=(session, wake), name="cpuos-keys", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGWINCH, before)
+        os.write(ring, b"q")
+        thread.join(timeout=2)
+        os.close(ring)
+        os.close(wake)
+
+
+def _pass_on(session: PtySession, wake: int) -> None:
+    keys = sys.stdin.fileno()
+    try:
+        while True:
+            ready, _, _ = select.select([keys, wake], [], [])
+            if wake in ready:
+                if b"q" in os.read(wake, 4096):
+                    return
+                columns, rows = terminal_size()
+                session.resize(columns, rows)
+            if keys in ready:
+                data = os.read(keys, 65536)
+                if not data:
+                    return
+                session.send(data)
+    except CpuosError:
+        # The output side meets the same end and says why.
+        return

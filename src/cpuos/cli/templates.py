@@ -1,0 +1,29 @@
+"""template ls."""
+
+from __future__ import annotations
+
+import typer
+
+from cpuos.cli.output import JsonOption, current_output
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(help="Prepared images that sandboxes start from.", no_args_is_help=True)
+    group.command("ls")(list_templates)
+    app.add_typer(group, name="template")
+
+
+def list_templates(ctx: typer.Context, as_json: JsonOption = False) -> None:
+    """List the templates that sandboxes can start from."""
+    from cpuos import Client
+
+    output = current_output(ctx)
+    with Client() as client:
+        templates = client.templates()
+    if output.json:
+        output.data({"templates": templates})
+        return
+    rows = [(template.name, f"{template.size_bytes >> 20} MiB", template.digest) for template in templates]
+    output.table(("NAME", "SIZE", "DIGEST"), rows, empty="no template is installed; make them with: sudo cpuos setup")

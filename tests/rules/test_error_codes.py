@@ -1,0 +1,53 @@
+"""Each row of the error table is provoked by a test that names it, and each code in the source is a row."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cpuos.errors import ERRORS, CpuosError
+
+ROOT = Path(__file__).parents[2]
+_CODE = re.compile(r"""code\s*=\s*["']([a-z_]+)["']""")
+
+
+def _test_text() -> str:
+    files = [path for path in (ROOT / "tests").rglob("*.py") if "rules" not in path.parts]
+    return "\n".join(path.read_text() for path in files)
+
+
+@pytest.fixture(scope="module")
+def test_text() -> str:
+    return _test_text()
+
+
+@pytest.mark.parametrize("code", sorted(ERRORS))
+def test_code_is_provoked(code: str, test_text: str) -> None:
+    assert re.search(rf"""["']{code}["']""", test_text), f"no test names {code!r}; write one that provokes it"
+
+
+def test_codes_in_the_source_are_rows() -> None:
+    wrong = []
+    for path in (ROOT / "src" / "cpuos").rglob("*.py"):
+        text = path.read_text()
+        if "cpuos.errors" not in text:
+            continue
+        for match in _CODE.finditer(text):
+            if match[1] not in ERRORS:
+                wrong.append(f"{path.relative_to(ROOT)}: {match[1]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rows_agree_with_their_classes() -> None:
+    for code, (cls, status, meaning) in ERRORS.items():
+        assert issubclass(cls, CpuosError)
+        assert 400 <= status < 600
+        assert meaning.endswith("."), code
+        assert cls("cannot do it", code=code).status == status
+
+
+def test_each_class_has_a_default_row() -> None:
+    for cls, _, _ in ERRORS.values():
+        assert cls.code in ERRORS

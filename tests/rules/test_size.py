@@ -1,0 +1,43 @@
+"""Length of files and functions: past these lines a noun wants its own file, a step its own name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_AGENT_LINES = 2500
+
+
+def _sources() -> list[Path]:
+    paths = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "scripts").rglob("*.py"))
+    return [path for path in paths if "generated" not in path.read_text()[:200].lower()]
+
+
+def test_files_stay_readable() -> None:
+    long = {str(path.relative_to(ROOT)): lines for path in _sources() if (lines := _lines(path)) > MAX_FILE_LINES}
+    assert not long, f"split by noun: {long}"
+
+
+def test_functions_stay_readable() -> None:
+    long = {}
+    for path in _sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                # The body, without signature and docstring: a signature with one line an option is a table.
+                first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                lines = (node.end_lineno or 0) - first.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
+    assert not long, f"give the steps names: {long}"
+
+
+def test_the_agent_stays_lean() -> None:
+    lines = sum(_lines(path) for path in (ROOT / "guest").rglob("*.go") if not path.name.endswith("_test.go"))
+    assert lines <= MAX_AGENT_LINES
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
