@@ -1,0 +1,258 @@
+"""One folder a sandbox: the ext4 image of its /workspace, and the place of its root's writable layer.
+
+    disks/<id>/disk.json     what it is, and who wrote its blocks
+    disks/<id>/image         sparse ext4 image, mounted on
+    disks/<id>/workspace/    (root of that file system, owner 1000:1000)
+    disks/<id>/overlay/      root 0700: gVisor keeps its unlinked filestore here
+
+Workspace and root layer each hold the sandbox's disk size. They do not share one file system on purpose: see
+docs/adr/0001-workspace-image-and-root-layer.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import time
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cpuos.errors import NotFound, PlatformError
+from cpuos.node import syscalls
+from cpuos.node.storage.geometry import geometry_for
+from cpuos.node.storage.loop import attach_loop, loops_below
+
+__all__ = ["DiskStore"]
+
+_FORMAT = 1
+_MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOSYMFOLLOW | syscalls.MS_NOATIME
+# A gofer that is still on its way out keeps the mount busy for some milliseconds.
+_BUSY_S = 2.0
+
+
+class DiskStore:
+    """Makes, mounts, unmounts and removes the disks below one folder (root, 0700)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @staticmethod
+    def footprint_mib(disk_mib: int) -> int:
+        """What a disk of this size can take on the data volume at most: its image and its root layer."""
+        return geometry_for(disk_mib).image_mib + disk_mib
+
+    def path(self, sandbox_id: str) -> Path:
+        return self._folder / sandbox_id
+
+    async def create(self, sandbox_id: str, *, size_mib: int) -> Path:
+        """Make the disk and mount it. A half-made one is made anew; one that is there is only mounted."""
+        folder = self.path(sandbox_id)
+        if not (folder / "disk.json").exists():
+            try:
+                await self._make(sandbox_id, size_mib=size_mib)
+            except OSError as problem:
+                raise PlatformError(f"cannot create the disk of sandbox {sandbox_id}", str(problem)) from problem
+        return await self.attach(sandbox_id)
+
+    async def attach(self, sandbox_id: str) -> Path:
+        """Mount the disk and give its folder, with `workspace/` and `overlay/`. Already mounted is fine."""
+        return await asyncio.to_thread(self._attach, sandbox_id)
+
+    async def detach(self, sandbox_id: str) -> None:
+        """Unmount the disk. Not mounted, or not there, is fine."""
+        await asyncio.to_thread(self._detach, sandbox_id)
+
+    async def remove(self, sandbox_id: str) -> None:
+        """Unmount and remove the disk. Nothing there is fine."""
+        await asyncio.to_thread(self._remove, sandbox_id)
+
+    async def used_bytes(self, sandbox_id: str) -> int:
+        """Bytes that /workspace takes in its image."""
+        try:
+            facts = await asyncio.to_thread(os.statvfs, self.path(sandbox_id) / "workspace")
+        except OSError as problem:
+            raise NotFound(f"cannot read the disk of sandbox {sandbox_id}", str(problem)) from problem
+        return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
+
+    async def leftovers(self) -> list[str]:
+        """Ids of all sandboxes that have a disk folder or a loop device here."""
+        return await asyncio.to_thread(self._leftovers)
+
+    def _leftovers(self) -> list[str]:
+        names = set(os.listdir(self._folder)) if self._folder.exists() else set()
+        names |= {image.parent.name for image in loops_below(self._folder.resolve()).values()}
+        return sorted(names)
+
+    async def _make(self, sandbox_id: str, *, size_mib: int) -> None:
+        folder = self.path(sandbox_id)
+        geometry = geometry_for(size_mib)
+        identity = str(uuid.uuid4())
+        await asyncio.to_thread(_prepare_folder, folder, image_bytes=geometry.image_mib << 20)
+        await _make_file_system(folder / "image", arguments=["-U", identity, *geometry.mkfs_arguments()])
+        record = {
+            "format": _FORMAT,
+            "sandbox": sandbox_id,
+            "size_mib": size_mib,
+            "uuid": identity,
+            # Turns to "guest" before a guest kernel gets the blocks, and never back.
+            "written_by": "host",
+            "created_at": datetime.now(UTC).isoformat(),
+        }
+        _write_record(folder, record)
+
+    def _attach(self, sandbox_id: str) -> Path:
+        folder = self.path(sandbox_id)
+        workspace = folder / "workspace"
+        try:
+            record = json.loads((folder / "disk.json").read_text())
+            if record.get("written_by") != "host":
+                raise PlatformError(
+                    f"cannot mount the disk of sandbox {sandbox_id}",
+                    "its blocks were written by a guest's kernel; the host never mounts such a disk",
+                )
+            if _is_mounted(folder):
+                return folder
+            _wait_released(folder)
+            _mount_image(folder / "image", workspace)
+            _remove_lost_found(workspace)
+        except FileNotFoundError as problem:
+            raise NotFound(f"cannot mount the disk of sandbox {sandbox_id}", "it has none") from problem
+        except OSError as problem:
+            raise PlatformError(f"cannot mount the disk of sandbox {sandbox_id}", str(problem)) from problem
+        return folder
+
+    def _detach(self, sandbox_id: str) -> None:
+        folder = self.path(sandbox_id)
+        deadline = time.monotonic() + _BUSY_S
+        try:
+            while _is_mounted(folder):
+                patient = time.monotonic() < deadline
+                flags = syscalls.UMOUNT_NOFOLLOW | (0 if patient else syscalls.MNT_DETACH)
+                try:
+                    syscalls.umount(str(folder / "workspace"), flags)
+                except OSError as problem:
+                    if problem.errno != errno.EBUSY or not patient:
+                        raise
+                    time.sleep(0.005)
+        except FileNotFoundError:
+            return
+        except OSError as problem:
+            raise PlatformError(f"cannot unmount the disk of sandbox {sandbox_id}", str(problem)) from problem
+
+    def _remove(self, sandbox_id: str) -> None:
+        self._detach(sandbox_id)
+        try:
+            folder = os.open(self.path(sandbox_id), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            # The record goes first: what is left without it is an unfinished disk that `create` makes anew.
+            _unlink(folder, "disk.json")
+            _unlink(folder, "image")
+            _remove_folder(folder, "workspace")
+            _remove_folder(folder, "overlay")
+            for name in os.listdir(folder):
+                _unlink(folder, name)
+            os.rmdir(self.path(sandbox_id))
+        except OSError as problem:
+            raise PlatformError(f"cannot remove the disk of sandbox {sandbox_id}", str(problem)) from problem
+        finally:
+            os.close(folder)
+
+
+def _prepare_folder(folder: Path, *, image_bytes: int) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in ("workspace", "overlay"):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(folder / "image", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.ftruncate(fd, image_bytes)
+    finally:
+        os.close(fd)
+
+
+async def _make_file_system(image: Path, *, arguments: list[str]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        "/usr/sbin/mkfs.ext4",
+        *arguments,
+        str(image),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, text = await process.communicate()
+    if process.returncode != 0:
+        raise OSError(errno.EIO, text.decode(errors="replace").strip() or f"mkfs.ext4 ended with {process.returncode}")
+
+
+def _write_record(folder: Path, record: dict[str, object]) -> None:
+    """Last step of making a disk: it exists from here on."""
+    part = folder / "disk.json.part"
+    part.write_text(json.dumps(record))
+    part.rename(folder / "disk.json")
+
+
+def _mount_image(image: Path, target: Path) -> None:
+    fd = os.open(image, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        device, loop = attach_loop(fd)
+        try:
+            syscalls.mount(device, str(target), kind="ext4", flags=_MOUNT_FLAGS, data="errors=remount-ro")
+        finally:
+            os.close(loop)
+    finally:
+        os.close(fd)
+
+
+def _remove_lost_found(workspace: Path) -> None:
+    """A new file system has it; a user's empty folder has not. A name of the user's own is not touched (not root's)."""
+    path = workspace / "lost+found"
+    try:
+        facts = os.lstat(path)
+        if facts.st_uid == 0 and facts.st_ino == _LOST_FOUND_INODE:
+            os.rmdir(path)
+    except OSError:
+        pass
+
+
+# The first inode that mkfs gives out (ext4's EXT4_GOOD_OLD_FIRST_INO).
+_LOST_FOUND_INODE = 11
+
+
+def _is_mounted(folder: Path) -> bool:
+    return os.lstat(folder / "workspace").st_dev != os.lstat(folder).st_dev
+
+
+def _wait_released(folder: Path) -> None:
+    """An image has one holder: a lazy unmount may still have it for a moment."""
+    deadline = time.monotonic() + _BUSY_S
+    while loops_below(folder.resolve()):
+        if time.monotonic() > deadline:
+            raise OSError(errno.EBUSY, "another loop device still holds the image")
+        time.sleep(0.005)
+
+
+def _unlink(folder: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+
+
+def _remove_folder(parent: int, name: str) -> None:
+    """Remove a folder of ours with the plain files in it; it has no others."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    try:
+        if os.fstat(fd).st_dev != os.fstat(parent).st_dev:
+            raise OSError(errno.EBUSY, "still mounted", name)
+        for entry in os.listdir(fd):
+            _unlink(fd, entry)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=parent)

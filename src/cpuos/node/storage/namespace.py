@@ -1,0 +1,96 @@
+"""The node's own mount namespace: disks and network names are mounted there and nowhere else on the host.
+
+It is kept by a file, so that a node that was killed finds its mounts again, and so that removing the file's mount
+removes them all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from cpuos.errors import PlatformError
+from cpuos.node import syscalls
+
+__all__ = ["enter_mount_namespace", "release_mount_namespace"]
+
+_NS_GET_NSTYPE = 0xB703  # linux/nsfs.h
+
+
+def enter_mount_namespace(path: Path) -> None:
+    """Join the mount namespace kept at `path`, or make it and keep it there.
+
+    Call it first in the process: the kernel refuses it once there are threads.
+    """
+    try:
+        kept = _open_kept(path)
+        if kept is not None:
+            try:
+                syscalls.setns(kept, syscalls.CLONE_NEWNS)
+            finally:
+                os.close(kept)
+            return
+        _make_private(path.parent)
+        path.touch(mode=0o600)
+        _unshare_and_keep(path)
+        # A slave still sees what the host mounts later, and the host sees nothing of ours.
+        syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_SLAVE)
+    except OSError as problem:
+        raise PlatformError(f"cannot enter the node's mount namespace: {path}", str(problem)) from problem
+
+
+def release_mount_namespace(path: Path) -> None:
+    """Give up the namespace kept at `path`: its mounts go when the last process in it ends. Nothing there is fine."""
+    for target in (path, path.parent):
+        try:
+            syscalls.umount(str(target), syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
+        except OSError:
+            pass
+    path.unlink(missing_ok=True)
+
+
+def _open_kept(path: Path) -> int | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        if fcntl.ioctl(fd, _NS_GET_NSTYPE) == syscalls.CLONE_NEWNS:
+            return fd
+    except OSError:
+        pass  # a plain file: its mount went with a reboot
+    os.close(fd)
+    return None
+
+
+def _make_private(folder: Path) -> None:
+    """A namespace file can only be mounted where mounts do not propagate (mount_namespaces(7))."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.path.ismount(folder):
+        syscalls.mount(str(folder), str(folder), flags=syscalls.MS_BIND)
+    syscalls.mount("none", str(folder), flags=syscalls.MS_PRIVATE)
+
+
+def _unshare_and_keep(path: Path) -> None:
+    """The file must be mounted in the namespace that is left, so a child stays behind to do it."""
+    ready_read, ready_write = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(ready_write)
+            os.read(ready_read, 1)
+            syscalls.mount(f"/proc/{parent}/ns/mnt", str(path), flags=syscalls.MS_BIND)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(ready_read)
+    try:
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+    finally:
+        os.close(ready_write)
+        _, status = os.waitpid(child, 0)
+    if status != 0:
+        raise OSError(f"the namespace could not be mounted on {path}")
