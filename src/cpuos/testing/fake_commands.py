@@ -63,6 +63,9 @@ class FakeCommand:
         self.rings = {"stdout": Ring(), "stderr": Ring()}
         self.changed = asyncio.Condition()
         self.stdin_taken = 0
+        self._stdin_waiting = bytearray()
+        self._stdin_ends = False
+        self._stdin_task: asyncio.Task[None] | None = None
         self._copies = copies / command_id
         self._copying: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -267,29 +270,41 @@ class FakeCommand:
 
     # stdin
 
-    async def write_stdin(self, data: bytes, offset: int) -> None:
-        if offset > self.stdin_taken:
-            raise GuestError("invalid", f"stdin was taken until {self.stdin_taken}")
-        data = data[self.stdin_taken - offset :]
-        while data and self._stdin is not None and self.ended is None:
-            try:
-                written = os.write(self._stdin, data)
-            except BlockingIOError:
-                await asyncio.sleep(0.005)
-                continue
-            except OSError:  # the program closed its stdin
-                written = len(data)
-            self.stdin_taken += written
-            data = data[written:]
+    def take_stdin(self, data: bytes, offset: int) -> None:
+        """Bytes already taken are skipped. They wait here until the program reads: nothing behind them is blocked."""
+        end = self.stdin_taken + len(self._stdin_waiting)
+        self._stdin_waiting += data[max(0, end - offset) :]
+        self._wake_stdin()
 
-    def close_stdin(self) -> None:
-        if self._stdin is None:
-            return
-        if self._stdin == self._terminal:
-            os.write(self._terminal, b"\x04")
-        else:
-            os.close(self._stdin)
-            self._stdin = None
+    def end_stdin(self) -> None:
+        self._stdin_ends = True
+        self._wake_stdin()
+
+    def _wake_stdin(self) -> None:
+        if self._stdin_task is None or self._stdin_task.done():
+            self._stdin_task = asyncio.create_task(self._write_stdin())
+
+    async def _write_stdin(self) -> None:
+        while self._stdin_waiting:
+            written = len(self._stdin_waiting)  # thrown away once the program has closed its stdin
+            if self._stdin is not None and self.ended is None:
+                try:
+                    written = os.write(self._stdin, self._stdin_waiting)
+                except BlockingIOError:
+                    await asyncio.sleep(0.005)
+                    continue
+                except OSError:
+                    pass
+            del self._stdin_waiting[:written]
+            self.stdin_taken += written
+            await self._notify()
+        if self._stdin_ends and self._stdin is not None:
+            if self._stdin == self._terminal:
+                os.write(self._terminal, b"\x04")
+            else:
+                os.close(self._stdin)
+                self._stdin = None
+            self._stdin_ends = False
 
     def facts(self) -> dict[str, Any]:
         counts = {f"{name}_bytes": ring.end for name, ring in self.rings.items()}
@@ -303,7 +318,8 @@ class FakeCommand:
         for name, offset in offsets.items():
             self.rings[name].drop_until(offset)
         await request.upgrade()
-        request.writer.write(encode_frame(FrameKind.STARTED, json.dumps({"pid": self.pid}).encode()))
+        started = {"pid": self.pid, "stdin": self.stdin_taken}
+        request.writer.write(encode_frame(FrameKind.STARTED, json.dumps(started).encode()))
         taking = asyncio.create_task(self._take_frames(request))
         sending = asyncio.create_task(self._send_frames(request, offsets))
         try:
@@ -315,8 +331,12 @@ class FakeCommand:
 
     async def _send_frames(self, request: HttpRequest, offsets: dict[str, int]) -> None:
         kinds = {"stdout": FrameKind.STDOUT, "stderr": FrameKind.STDERR}
+        stdin_told = self.stdin_taken
         while True:
             sent = False
+            if stdin_told != self.stdin_taken:
+                stdin_told = self.stdin_taken
+                request.writer.write(encode_frame(FrameKind.ACK, json.dumps({"stdin": stdin_told}).encode()))
             for name, ring in self.rings.items():
                 offsets[name] = max(offsets[name], ring.start)
                 data = bytes(ring.data[offsets[name] - ring.start :][: 256 << 10])
@@ -333,7 +353,8 @@ class FakeCommand:
                 return
             try:
                 async with asyncio.timeout(KEEPALIVE_S), self.changed:
-                    if all(offsets[name] == ring.end for name, ring in self.rings.items()) and self.ended is None:
+                    told = stdin_told == self.stdin_taken
+                    if told and self.ended is None and all(offsets[n] == ring.end for n, ring in self.rings.items()):
                         await self.changed.wait()
             except TimeoutError:
                 request.writer.write(encode_frame(FrameKind.KEEPALIVE))
@@ -350,9 +371,9 @@ class FakeCommand:
 
     async def _take(self, kind: FrameKind, payload: bytes, offset: int) -> None:
         if kind is FrameKind.STDIN:
-            await self.write_stdin(payload, offset)
+            self.take_stdin(payload, offset)
         elif kind is FrameKind.STDIN_END:
-            self.close_stdin()
+            self.end_stdin()
         elif kind is FrameKind.ACK:
             for name, held in json.loads(payload).items():
                 if name in self.rings:
@@ -368,9 +389,10 @@ class FakeCommand:
             self._kill_reason = self._kill_reason or ("killed", "the agent ends")
             with contextlib.suppress(GuestError):
                 await self.kill_tree()
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._stdin_task] if self._stdin_task is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._process is not None:
             self._process.wait()
 
@@ -386,6 +408,10 @@ class FakeCommands:
     @property
     def running(self) -> int:
         return sum(command.ended is None for command in self._commands.values())
+
+    def pids(self) -> set[int]:
+        """Processes that have an owner here to wait for them."""
+        return {command.pid for command in self._commands.values() if command.ended is None}
 
     def get(self, command_id: str) -> FakeCommand:
         try:

@@ -1,0 +1,5 @@
+"""`python -m cpuos.node`: the node daemon."""
+
+from cpuos.node.daemon import main
+
+main()

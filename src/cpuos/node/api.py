@@ -1,0 +1,154 @@
+"""The node's HTTP API as one table. It parses calls and writes answers; all work is in the service.
+
+The socket that carries it is root on this machine: its peers are checked before a byte is read (`peers.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cpuos.errors import CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
+from cpuos.node.facts import NodeFactsReader
+from cpuos.node.service import NodeService
+from cpuos.types.node import NodeSandboxCreate
+
+__all__ = ["ROUTES", "create_api"]
+
+log = structlog.get_logger("cpuos.node")
+
+MAX_BODY_BYTES = 64 << 10
+MAX_WAIT_S = 60.0
+
+Handler = Callable[["_Call"], Awaitable[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    request: Request
+    service: NodeService
+    facts: NodeFactsReader
+
+    @property
+    def sandbox_id(self) -> str:
+        return self.request.path_params["sandbox_id"]
+
+    def number(self, name: str, default: float | None = None) -> float:
+        text = self.request.query_params.get(name)
+        try:
+            if text is None and default is not None:
+                return default
+            return float(text or "")
+        except ValueError:
+            raise InvalidRequest(f"cannot read {name}: {text!r}", "it must be a number") from None
+
+
+async def get_node(call: _Call) -> BaseModel:
+    return await call.facts.read()
+
+
+async def list_sandboxes(call: _Call) -> dict[str, Any]:
+    return {"sandboxes": call.service.list()}
+
+
+async def create_sandbox(call: _Call) -> BaseModel:
+    return await call.service.create(_parse(await _read_body(call.request)))
+
+
+async def get_sandbox(call: _Call) -> BaseModel:
+    return await call.service.get(call.sandbox_id)
+
+
+async def delete_sandbox(call: _Call) -> None:
+    await call.service.delete(call.sandbox_id, generation=int(call.number("generation")))
+
+
+async def get_stats(call: _Call) -> BaseModel:
+    return await call.service.stats(call.sandbox_id)
+
+
+async def get_changes(call: _Call) -> dict[str, Any]:
+    wait_s = min(call.number("wait_s", 0.0), MAX_WAIT_S)
+    seq, changes = await call.service.changes.after(int(call.number("after", 0)), wait_s=wait_s)
+    return {"seq": seq, "changes": changes}
+
+
+ROUTES: list[tuple[str, str, Handler]] = [
+    ("GET", "/v1/node", get_node),
+    ("GET", "/v1/sandboxes", list_sandboxes),
+    ("POST", "/v1/sandboxes", create_sandbox),
+    ("GET", "/v1/sandboxes/{sandbox_id}", get_sandbox),
+    ("DELETE", "/v1/sandboxes/{sandbox_id}", delete_sandbox),
+    ("GET", "/v1/sandboxes/{sandbox_id}/stats", get_stats),
+    ("GET", "/v1/changes", get_changes),
+]
+
+
+def create_api(service: NodeService, facts: NodeFactsReader) -> Starlette:
+    """The application; who may connect is checked by the protocol class in front of it."""
+
+    def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await _answer(handler, _Call(request=request, service=service, facts=facts))
+
+        return answer
+
+    routes = [Route(path, endpoint(handler), methods=[method]) for method, path, handler in ROUTES]
+    return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+
+
+async def _answer(handler: Handler, call: _Call) -> Response:
+    try:
+        result = await handler(call)
+    except CpuosError as error:
+        return JSONResponse(error.body(), status_code=error.status)
+    except Exception:
+        request_id = secrets.token_hex(8)
+        log.exception("call failed", path=call.request.url.path, request_id=request_id)
+        error = PlatformError("cannot finish the call", f"the node's log has the details under {request_id}")
+        return JSONResponse(error.body(), status_code=error.status)
+    if result is None:
+        return Response(status_code=204)
+    return Response(json.dumps(result, default=_encode), media_type="application/json")
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise TypeError(f"cannot encode {type(value).__name__}")
+
+
+async def _read_body(request: Request) -> bytes:
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
+            raise LimitReached(
+                "cannot read the request", f"its body is over {MAX_BODY_BYTES} bytes", code="body_too_large"
+            )
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _parse(body: bytes) -> NodeSandboxCreate:
+    try:
+        return NodeSandboxCreate.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "body"
+        raise InvalidRequest(f"cannot read {field}", first["msg"], details={"field": field}) from error
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    answer = NotFound(f"cannot find route: {request.method} {request.url.path}", "the node has no such one")
+    return JSONResponse(answer.body(), status_code=answer.status)

@@ -1,0 +1,56 @@
+"""The feed of changes: what the server polls to hear of deaths within a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from cpuos.types.node import SandboxFacts
+
+__all__ = ["ChangeFeed"]
+
+MAX_ENDED = 4096
+
+
+class ChangeFeed:
+    """The newest facts of each sandbox, in the order of their change.
+
+    Numbers start at the microseconds of the daemon's start, so that they rise over restarts without a file; a reader
+    with a number from before gets everything once.
+    """
+
+    def __init__(self, *, now: Callable[[], float] = time.time) -> None:
+        self._seq = self._floor = int(now() * 1e6)
+        self._latest: OrderedDict[str, tuple[int, SandboxFacts]] = OrderedDict()
+        self._changed = asyncio.Event()
+
+    def publish(self, facts: SandboxFacts) -> None:
+        self._seq += 1
+        self._latest[facts.id] = (self._seq, facts)
+        self._latest.move_to_end(facts.id)
+        self._forget_ended()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def after(self, seq: int, *, wait_s: float) -> tuple[int, list[SandboxFacts]]:
+        """Changes with a higher number; waits up to `wait_s` for the first."""
+        if not self._floor <= seq <= self._seq:
+            return self._seq, [facts for _, facts in self._latest.values()]
+        if seq == self._seq and wait_s > 0:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+        return self._seq, [facts for number, facts in self._latest.values() if number > seq]
+
+    def _forget_ended(self) -> None:
+        """A reader that slept for thousands of ends learns of the oldest by the full list instead."""
+        if len(self._latest) <= 2 * MAX_ENDED:
+            return
+        ended = [sandbox_id for sandbox_id, (_, facts) in self._latest.items() if not facts.alive]
+        for sandbox_id in ended[:-MAX_ENDED]:
+            del self._latest[sandbox_id]

@@ -1,0 +1,226 @@
+"""The daemon: takes its namespace, lock and sockets, makes host and journal agree, and serves until it is told to stop.
+
+Sandboxes outlive it: they are not its children, and a later daemon adopts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import grp
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+import uvicorn
+
+from cpuos.errors import CpuosError, PlatformError, SetupRequired
+from cpuos.node import host
+from cpuos.node.api import create_api
+from cpuos.node.assembly import Assembly
+from cpuos.node.dial import DialServer, listen
+from cpuos.node.facts import NodeFactsReader
+from cpuos.node.identity import load_identity
+from cpuos.node.journal import Journal
+from cpuos.node.logs import configure_logs
+from cpuos.node.network import NetworkSlots
+from cpuos.node.peers import checked_protocol
+from cpuos.node.resources import Disks, Slots
+from cpuos.node.runtime_table import RuntimeTable
+from cpuos.node.service import NodeService
+from cpuos.node.steps import Checkpoint
+from cpuos.node.storage import DiskStore, enter_mount_namespace
+from cpuos.node.templates import Templates
+from cpuos.plugins import RuntimeHost, load_runtimes
+from cpuos.runtimes.base import Runtime
+from cpuos.settings import Settings, load_settings
+
+__all__ = ["NodeParts", "create_node", "host_parts", "main", "serve"]
+
+log = structlog.get_logger("cpuos.node")
+
+SOCKET_MODE = 0o660
+SHUTDOWN_S = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeParts:
+    """What differs between a real node and a fake one."""
+
+    runtimes: dict[str, Runtime]
+    disks: Disks
+    slots: Slots
+    checkpoint: Checkpoint = lambda point: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    service: NodeService
+    facts: NodeFactsReader
+
+
+def main() -> None:
+    """`python -m cpuos.node`."""
+    settings = load_settings()
+    configure_logs(settings.log_level)
+    try:
+        if os.geteuid() != 0:
+            raise SetupRequired(
+                "cannot start the node daemon",
+                "it makes namespaces and mounts",
+                code="needs_root",
+                hint="sudo cpuos up",
+            )
+        os.umask(0o077)
+        # Before the first thread: the kernel moves only a single thread into another mount namespace.
+        enter_mount_namespace(settings.run_dir / "ns" / "mnt")
+        with held_state(settings):
+            asyncio.run(serve(settings, parts=lambda: host_parts(settings)))
+    except CpuosError as error:
+        log.error("node stopped", what=error.what, why=error.why, hint=error.hint)
+        raise SystemExit(1) from None
+
+
+def host_parts(settings: Settings) -> NodeParts:
+    """The parts of a real node."""
+    runtime_host = RuntimeHost(
+        instance_id=settings.instance_id,
+        data_dir=settings.data_dir,
+        state_dir=settings.node_state_dir / "runtimes",
+        run_dir=settings.run_dir / "runtimes",
+    )
+    return NodeParts(
+        runtimes=load_runtimes(runtime_host, names=[settings.runtime]),
+        disks=DiskStore(settings.node_state_dir / "disks"),
+        slots=NetworkSlots(settings.run_dir / "netns"),
+    )
+
+
+def create_node(settings: Settings, parts: NodeParts) -> Node:
+    """Wire the service of one instance; nothing is started yet."""
+    state = settings.node_state_dir
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    identity = load_identity(settings.node_identity_key)
+    runtimes = RuntimeTable(parts.runtimes)
+    templates = Templates(settings.template_dir)
+    assembly = Assembly(
+        workdirs=state / "sandboxes",
+        agent=settings.agent_dir,
+        node_public_key=identity.public_key,
+        runtimes=runtimes,
+        disks=parts.disks,
+        slots=parts.slots,
+    )
+    service = NodeService(
+        assembly=assembly,
+        journal=Journal(state / "journal"),
+        identity=identity,
+        templates=templates,
+        runtimes=runtimes,
+        boot_id=host.boot_id(),
+        max_sandboxes=settings.max_sandboxes,
+        checkpoint=parts.checkpoint,
+    )
+    facts = NodeFactsReader(volume=state, templates=templates, runtimes=runtimes, max_sandboxes=settings.max_sandboxes)
+    return Node(service=service, facts=facts)
+
+
+async def serve(settings: Settings, *, parts: Callable[[], NodeParts]) -> None:
+    """Serve until SIGTERM or SIGINT. Sandboxes run on."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    async with running_node(settings, parts=parts()):
+        log.info("node ready", instance=settings.instance_id, socket=str(settings.node_socket))
+        await stopped.wait()
+        log.info("node stops", instance=settings.instance_id)
+
+
+@asynccontextmanager
+async def running_node(settings: Settings, *, parts: NodeParts) -> AsyncIterator[NodeService]:
+    """A node that answers on its two sockets; the lock on the state directory is the caller's."""
+    node = create_node(settings, parts)
+    await node.service.recover()
+    gid = _group_of_sockets()
+    settings.run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+    api_socket = listen(settings.node_socket, kind=socket.SOCK_STREAM, mode=SOCKET_MODE, gid=gid)
+    dial_socket = listen(settings.dial_socket, kind=socket.SOCK_SEQPACKET, mode=SOCKET_MODE, gid=gid)
+    dial = DialServer(node.service, allowed_uids=[settings.gateway_uid])
+    server = _Server(_server_config(node, allowed_uids=[settings.server_uid]))
+    serving = asyncio.create_task(server.serve(sockets=[api_socket]))
+    dial.start(dial_socket)
+    node.service.start()
+    try:
+        await _until_started(server, serving)
+        yield node.service
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        api_socket.close()
+        await dial.close()
+        await node.service.close()
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to the daemon, which has more to stop than HTTP."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+def _server_config(node: Node, *, allowed_uids: list[int]) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_api(node.service, node.facts),
+        http=checked_protocol(allowed_uids),
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+
+
+async def _until_started(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    while not server.started:
+        if serving.done():
+            await serving
+            raise PlatformError("cannot start the node daemon", "its API did not start")
+        await asyncio.sleep(0.005)
+
+
+@contextlib.contextmanager
+def held_state(settings: Settings):  # type: ignore[no-untyped-def]
+    """One daemon a state directory: the kernel gives the lock back however the daemon ends."""
+    settings.node_state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = settings.node_state_dir / "lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(descriptor, 20, 0).decode() or "unknown"
+            raise PlatformError(
+                "cannot start the node daemon",
+                f"process {pid} serves {settings.node_state_dir} already",
+                hint="cpuos status",
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _group_of_sockets() -> int | None:
+    try:
+        return grp.getgrnam("cpuos").gr_gid if os.geteuid() == 0 else None
+    except KeyError:
+        return None

@@ -1,0 +1,129 @@
+"""The dial socket: hands the gateway sockets to agents, so that the process that reads guest bytes needs no rights."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+
+import structlog
+
+from cpuos.errors import CpuosError, Forbidden, InvalidRequest, PlatformError
+from cpuos.node.peers import check_peer
+from cpuos.node.service import NodeService
+
+__all__ = ["DialServer", "listen"]
+
+log = structlog.get_logger("cpuos.node")
+
+REQUEST_BYTES = 1024
+IDLE_S = 60.0
+BACKLOG = 128
+
+
+class DialServer:
+    """SOCK_SEQPACKET: one packet asks, one packet answers and carries one descriptor."""
+
+    def __init__(self, service: NodeService, *, allowed_uids: Collection[int]) -> None:
+        self._service = service
+        self._allowed_uids = frozenset(allowed_uids)
+        self._listener: socket.socket | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def start(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it went away, or no descriptor is free: the next call tries again
+            return
+        connection.setblocking(False)
+        task = asyncio.create_task(self._serve(connection))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                try:
+                    check_peer(connection, allowed_uids=self._allowed_uids)
+                except Forbidden as refusal:
+                    connection.send(json.dumps(refusal.body()).encode())
+                    return
+                while packet := await _receive(connection):
+                    await self._answer(connection, packet)
+            except (OSError, TimeoutError):
+                return
+            except Exception:
+                log.exception("dial failed")
+
+    async def _answer(self, connection: socket.socket, packet: bytes) -> None:
+        try:
+            sandbox_id, generation = _parse(packet)
+            opened = await self._service.dial(sandbox_id, generation=generation)
+        except CpuosError as error:
+            connection.send(json.dumps(error.body()).encode())
+            return
+        except Exception:
+            log.exception("dial failed")
+            connection.send(json.dumps(PlatformError("cannot dial the sandbox", "see the node's log").body()).encode())
+            return
+        with opened.link.socket as guest:
+            answer = {
+                "address": opened.link.address,
+                "statement": base64.b64encode(opened.signed.statement).decode(),
+                "signature": base64.b64encode(opened.signed.signature).decode(),
+                "session_key": base64.b64encode(opened.session_key).decode(),
+            }
+            socket.send_fds(connection, [json.dumps(answer).encode()], [guest.fileno()])
+
+
+def listen(path: Path, *, kind: socket.SocketKind, mode: int, gid: int | None) -> socket.socket:
+    """A listening unix socket with exactly this mode and group; a dead one of an earlier daemon is replaced."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(str(path))  # the umask has taken all rights of others until here
+        if gid is not None:
+            os.chown(path, -1, gid)
+        os.chmod(path, mode)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+async def _receive(connection: socket.socket) -> bytes:
+    async with asyncio.timeout(IDLE_S):
+        return await asyncio.get_running_loop().sock_recv(connection, REQUEST_BYTES)
+
+
+def _parse(packet: bytes) -> tuple[str, int]:
+    try:
+        request = json.loads(packet)
+        sandbox_id, generation = request["sandbox"], request["generation"]
+        if not isinstance(sandbox_id, str) or type(generation) is not int:
+            raise TypeError("wrong types")
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(
+            "cannot read the dial request", 'it must be {"sandbox": id, "generation": number}'
+        ) from error
+    return sandbox_id, generation

@@ -1,0 +1,37 @@
+"""What the node tells of itself: capacity, templates, runtimes."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from cpuos.node import host
+from cpuos.node.runtime_table import RuntimeTable
+from cpuos.node.templates import Templates
+from cpuos.types.node import NodeFacts
+
+__all__ = ["NodeFactsReader"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFactsReader:
+    volume: Path
+    """Any folder of the volume that holds the sandboxes' disks."""
+    templates: Templates
+    runtimes: RuntimeTable
+    max_sandboxes: int
+
+    async def read(self) -> NodeFacts:
+        return NodeFacts(
+            node=socket.gethostname(),
+            version=version("cpuos"),
+            boot_id=host.boot_id(),
+            runtimes=await self.runtimes.facts(),
+            templates=self.templates.facts(),
+            cpu=host.cpu_count(),
+            memory_mib=host.memory_mib(),
+            disk_mib=host.free_disk_mib(self.volume),
+            max_sandboxes=self.max_sandboxes,
+        )

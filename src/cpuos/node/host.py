@@ -1,0 +1,37 @@
+"""What the host has to give: read from the kernel at each call."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["boot_id", "cpu_count", "free_disk_mib", "memory_mib", "start_time"]
+
+
+def boot_id() -> str:
+    """Another one after every boot: what a record of an earlier boot names cannot run any more."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def cpu_count() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def memory_mib() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+
+
+def free_disk_mib(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize >> 20
+
+
+def start_time(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat; None when there is no such process or it is a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name in parentheses may hold spaces and parentheses; the fields after it may not.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

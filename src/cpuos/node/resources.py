@@ -1,0 +1,57 @@
+"""What a sandbox needs of the host besides its runtime: a disk and a network slot. The node makes them first and takes
+them away last; both find what they made again by the sandbox's id alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from cpuos.runtimes.base import GuestLink
+
+__all__ = ["Disks", "Slots"]
+
+
+class Disks(Protocol):
+    """One disk a sandbox. Every method bears "nothing there", and may be repeated after a crash."""
+
+    async def create(self, sandbox_id: str, *, mib: int) -> None: ...
+
+    async def attach(self, sandbox_id: str) -> Path:
+        """Mount it; its folder has `workspace/` (1000:1000) and `overlay/` (root, 0700)."""
+        ...
+
+    def path(self, sandbox_id: str) -> Path:
+        """The folder that `attach` gives: derived, so that a restarted node knows it."""
+        ...
+
+    async def used_bytes(self, sandbox_id: str) -> int: ...
+
+    async def detach(self, sandbox_id: str) -> None: ...
+
+    async def delete(self, sandbox_id: str) -> None:
+        """Unmount and remove it and all that `create` made."""
+        ...
+
+    def leftovers(self) -> list[str]:
+        """Ids of all disks of this instance that are on the host, whole or half-made."""
+        ...
+
+
+class Slots(Protocol):
+    """One network slot a sandbox: a router namespace and a bare one. Same rules as for disks."""
+
+    async def take(self, sandbox_id: str) -> Path:
+        """A slot with its bare namespace armed; the path of that namespace."""
+        ...
+
+    def path(self, sandbox_id: str) -> Path:
+        """The bare namespace of a taken slot: derived, so that a restarted node knows it."""
+        ...
+
+    async def guest_link(self, sandbox_id: str) -> GuestLink:
+        """A new socket made in the router namespace."""
+        ...
+
+    async def release(self, sandbox_id: str) -> None: ...
+
+    async def leftovers(self) -> list[str]: ...

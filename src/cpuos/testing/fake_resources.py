@@ -1,0 +1,77 @@
+"""Disks and network slots of the fake runtime: folders, no rights needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from cpuos.errors import NotFound
+from cpuos.runtimes.base import GuestLink
+
+__all__ = ["AGENT_SOCKET", "FakeDisks", "FakeSlots"]
+
+AGENT_SOCKET = "a"  # a socket's path has 107 bytes at most
+
+
+class FakeDisks:
+    """A disk is a folder; its size is not kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, sandbox_id: str) -> Path:
+        return self._folder / sandbox_id
+
+    async def create(self, sandbox_id: str, *, mib: int) -> None:
+        for name in ("workspace", "overlay"):
+            (self.path(sandbox_id) / name).mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0:
+            os.chown(self.path(sandbox_id) / "workspace", 1000, 1000)
+
+    async def attach(self, sandbox_id: str) -> Path:
+        return self.path(sandbox_id)
+
+    async def detach(self, sandbox_id: str) -> None:
+        pass
+
+    async def delete(self, sandbox_id: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.path(sandbox_id), ignore_errors=True)
+
+    async def used_bytes(self, sandbox_id: str) -> int:
+        files = self.path(sandbox_id).rglob("*")
+        return sum(path.lstat().st_size for path in files)
+
+    def leftovers(self) -> list[str]:
+        return sorted(os.listdir(self._folder))
+
+
+class FakeSlots:
+    """A slot is a folder in which the fake agent has its socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, sandbox_id: str) -> Path:
+        return self._folder / sandbox_id
+
+    async def take(self, sandbox_id: str) -> Path:
+        self.path(sandbox_id).mkdir(exist_ok=True)
+        return self.path(sandbox_id)
+
+    async def guest_link(self, sandbox_id: str) -> GuestLink:
+        address = self.path(sandbox_id) / AGENT_SOCKET
+        if not address.exists():
+            raise NotFound(f"cannot reach sandbox {sandbox_id}", "it has no slot", code="sandbox_not_found")
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        return GuestLink(socket=made, address=str(address))
+
+    async def release(self, sandbox_id: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.path(sandbox_id), ignore_errors=True)
+
+    async def leftovers(self) -> list[str]:
+        return sorted(os.listdir(self._folder))
