@@ -23,7 +23,10 @@ def list_audit(
     limit: Annotated[int, typer.Option(help="Most entries to show.", min=1, max=1000)] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the audit: an intent before each action, an outcome after it."""
+    """Show who did what, and with what outcome.
+
+    Each action has an intent row, written before it, and an outcome row after it.
+    """
     from cpuos import Client
 
     output = current_output(ctx)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cpuos.cli.output import JsonOption, current_output
+from cpuos.cli.sandboxes import connected
 from cpuos.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -28,13 +29,11 @@ def copy(
     user: Annotated[str | None, typer.Option("--user", "-u", help="As this user of the sandbox.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a file or folder into a sandbox or out of it.
+    """Copy a file or folder in or out.
 
     A target that is a folder, or ends with "/", takes the source under its own name. SOURCE ending with "/." copies
     what is in the folder. A local path with a colon is written ./a:b. Links are not followed.
     """
-    from cpuos import Sandbox
-
     output = current_output(ctx)
     from_place, to_place = split_place(source), split_place(target)
     if (from_place is None) == (to_place is None):
@@ -45,12 +44,12 @@ def copy(
         )
     if to_place is not None:
         reference, path = to_place
-        with output.working(f"copying to {reference}"):
-            done = _upload(Sandbox.connect(reference), source, path, user=user)
+        with output.working(f"copying to {reference}"), connected(reference) as sandbox:
+            done = _upload(sandbox, source, path, user=user)
     else:
         reference, path = from_place
-        with output.working(f"copying from {reference}"):
-            done = _download(Sandbox.connect(reference), path, target, user=user)
+        with output.working(f"copying from {reference}"), connected(reference) as sandbox:
+            done = _download(sandbox, path, target, user=user)
     if output.json:
         output.data({"from": source, "to": done})
 

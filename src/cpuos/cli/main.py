@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points, version
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -13,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from cpuos.cli import audit, commands, copies, machine, overview, profiles, sandboxes, shells, templates
+from cpuos.cli import audit, commands, copies, exec, machine, overview, profiles, sandboxes, shells, templates
 from cpuos.cli.output import JsonOption, Output
 from cpuos.errors import CpuosError, InvalidRequest, PlatformError
 
@@ -27,12 +29,12 @@ app = typer.Typer(
     help="Computers for AI agents: isolated, disposable Linux machines.",
     no_args_is_help=False,
     add_completion=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # rich would take longer to load than everything else of `--help`
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for group in (machine, sandboxes, commands, shells, copies, profiles, templates, audit):
+for group in (sandboxes, exec, commands, shells, copies, profiles, templates, audit, machine):
     group.register(app)
 
 
@@ -60,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     failure = EXEC_FAILURE if "exec" in [word for word in arguments if not word.startswith("-")][:1] else 1
-    _interrupt_on_signals()
     try:
-        _load_plugins()
-        code = app(arguments, prog_name="cpuos", standalone_mode=False, obj=output)
-        sys.stdout.flush()
+        with _interrupted_by_signals():
+            _load_plugins()
+            code = app(arguments, prog_name="cpuos", standalone_mode=False, obj=output)
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except CpuosError as error:
         if os.environ.get("CPUOS_DEBUG") == "1":
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("CPUOS_DEBUG") == "1":
             raise
-        output.error(_fault(error))
+        output.error(_fault(error, arguments))
         return failure
 
 
@@ -95,18 +97,25 @@ def _load_plugins() -> None:
         point.load()(app)
 
 
-def _interrupt_on_signals() -> None:
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
     """A closed terminal or a polite kill cleans up like Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
     try:
-        signal.signal(signal.SIGTERM, interrupt)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            signal.signal(signal.SIGHUP, interrupt)
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     except ValueError:  # not in the main thread: an embedding program keeps its own signals
-        pass
+        yield
+        return
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _usage_error(error: TyperException) -> CpuosError:
@@ -118,10 +127,10 @@ def _usage_error(error: TyperException) -> CpuosError:
     return InvalidRequest(what, usage[:1].lower() + usage[1:], hint=f"{path} --help")
 
 
-def _fault(error: Exception) -> CpuosError:
+def _fault(error: Exception, arguments: Sequence[str]) -> CpuosError:
     text = " ".join(str(error).split())[:500]
     return PlatformError(
         f"cannot finish the command: {type(error).__name__}: {text}",
         "this is a fault of cpuOS, not of your command",
-        hint="run it again with CPUOS_DEBUG=1 to see where it happened",
+        hint=f"CPUOS_DEBUG=1 {shlex.join(['cpuos', *arguments])}",
     )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpuos.cli.commands import exit_code_of
 from cpuos.cli.output import JsonOption, Output, current_output
+from cpuos.cli.results import exit_code_of
 
 if TYPE_CHECKING:
     from cpuos.profiles.evidence import Evidence
@@ -36,7 +36,10 @@ def run_profile(
     timeout: Annotated[str | None, typer.Option(help="Time for the script, such as 5m (the default).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a profile in a fresh sandbox and write its evidence folder; exits as the script did."""
+    """Run a profile and write its evidence folder.
+
+    It runs in a fresh sandbox, which ends with it. Exits as the script did.
+    """
     from cpuos.profiles import python_data
     from cpuos.profiles.catalog import get_profile
     from cpuos.types.units import parse_duration_s

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cpuos.cli.output import JsonOption, ago, current_output, in_future
 from cpuos.errors import InvalidRequest
 
-__all__ = ["parse_pairs", "register"]
+if TYPE_CHECKING:
+    from cpuos import Sandbox
+
+__all__ = ["connected", "parse_pairs", "register"]
 
 
 def register(app: typer.Typer) -> None:
@@ -33,8 +38,11 @@ def create(
     idempotency_key: Annotated[str | None, typer.Option(help="A repeat with this key gives the same sandbox.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Create a sandbox and print its id. It runs until `cpuos kill` or the end of its timeout."""
-    from cpuos import Sandbox
+    """Create a sandbox and print its id.
+
+    It runs until `cpuos kill` or the end of its timeout.
+    """
+    from cpuos import Client, Sandbox
 
     output = current_output(ctx)
     wishes = {
@@ -50,13 +58,13 @@ def create(
         "min_isolation": min_isolation,
         "idempotency_key": idempotency_key,
     }
-    with output.working(f"creating a sandbox from {template}"):
-        sandbox = Sandbox.create(template, **{key: value for key, value in wishes.items() if value})
+    given = {key: value for key, value in wishes.items() if value}
+    with output.working(f"creating a sandbox from {template}"), Client() as client:
+        info = Sandbox.create(template, client=client, **given).info
     if output.json:
-        output.data(sandbox.info)
+        output.data(info)
         return
-    output.line(sandbox.id)
-    info = sandbox.info
+    output.line(info.id)
     output.progress(f"{info.isolation} ({info.isolation_detail}), ends in {in_future(info.expires_at)}")
 
 
@@ -68,13 +76,14 @@ def list_sandboxes(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only ids.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List sandboxes: those alive, newest first."""
-    from cpuos import Sandbox
+    """List sandboxes that are alive, newest first."""
+    from cpuos import Client, Sandbox
     from cpuos.types.sandbox import LIVE_STATES
 
     output = current_output(ctx)
-    found = Sandbox.list(state=state, labels=parse_pairs(label, option="--label"))
-    shown = [info for info in found if everything or state or info.state in LIVE_STATES]
+    with Client() as client:
+        found = Sandbox.list(state=state, labels=parse_pairs(label, option="--label"), client=client)
+    shown = [sandbox.info for sandbox in found if everything or state or sandbox.state in LIVE_STATES]
     if output.json:
         output.data({"sandboxes": shown})
     elif quiet:
@@ -95,6 +104,15 @@ def list_sandboxes(
         ]
         headings = ("ID", "NAME", "STATE", "TEMPLATE", "ISOLATION", "AGE", "ENDS IN")
         output.table(headings, rows, empty="no sandbox; make one with: cpuos create")
+
+
+@contextmanager
+def connected(reference: str) -> Iterator[Sandbox]:
+    """An existing sandbox by id, unique prefix or name; its connections end with the block, it does not."""
+    from cpuos import Client, Sandbox
+
+    with Client() as client:
+        yield Sandbox.connect(reference, client=client)
 
 
 def parse_pairs(texts: list[str] | None, *, option: str) -> dict[str, str]:

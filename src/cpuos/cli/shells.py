@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cpuos.cli.commands import exit_code_of
 from cpuos.cli.output import JsonOption
+from cpuos.cli.results import exit_code_of
+from cpuos.cli.sandboxes import connected
+from cpuos.cli.streams import passed_stdin
 from cpuos.cli.terminal import Keep, SafeStream, raw_mode, terminal_size
-from cpuos.errors import CpuosError, InvalidRequest
+from cpuos.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from cpuos import PtySession, Sandbox
+    from cpuos import Sandbox
 
 __all__ = ["register", "run_terminal"]
 
@@ -36,9 +33,10 @@ def open_shell(
     user: Annotated[str | None, typer.Option("--user", "-u", help="User to run as (default user).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Open a terminal in a sandbox; ends with its program (Ctrl-D), and exits as it did."""
-    from cpuos import Sandbox
+    """Open a terminal in a sandbox.
 
+    It ends with its program (Ctrl-D in a shell) and exits as that did.
+    """
     if as_json:
         raise InvalidRequest(
             "cannot open a terminal with --json",
@@ -46,7 +44,8 @@ def open_shell(
             hint=f"cpuos exec --json {sandbox} -- bash -lc 'echo hello'",
         )
     options = {key: value for key, value in {"cwd": cwd, "user": user}.items() if value}
-    code = run_terminal(Sandbox.connect(sandbox), command, options)
+    with connected(sandbox) as box:
+        code = run_terminal(box, command, options)
     if code:
         raise typer.Exit(code)
 
@@ -63,7 +62,7 @@ def run_terminal(sandbox: Sandbox, command: str | list[str], options: dict[str, 
     environment = {"TERM": os.environ.get("TERM", "xterm-256color"), **options.pop("env", {})}
     with sandbox.pty(command, cols=columns, rows=rows, env=environment, **options) as session:
         safe = SafeStream(Keep.SCREEN)
-        with raw_mode(sys.stdin.buffer), _keys_and_size(session):
+        with raw_mode(sys.stdin.buffer), passed_stdin(session.send, resize=session.resize):
             try:
                 for data in session:
                     _show(safe.feed(data))
@@ -76,41 +75,3 @@ def run_terminal(sandbox: Sandbox, command: str | list[str], options: dict[str, 
 def _show(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def _keys_and_size(session: PtySession) -> Iterator[None]:
-    """A thread that passes on keys, and the window's size whenever that changes."""
-    wake, ring = os.pipe()
-    os.set_blocking(ring, False)
-    before = signal.signal(signal.SIGWINCH, lambda number, frame: os.write(ring, b"w"))
-    thread = threading.Thread(target=_pass_on, args=(session, wake), name="cpuos-keys", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGWINCH, before)
-        os.write(ring, b"q")
-        thread.join(timeout=2)
-        os.close(ring)
-        os.close(wake)
-
-
-def _pass_on(session: PtySession, wake: int) -> None:
-    keys = sys.stdin.fileno()
-    try:
-        while True:
-            ready, _, _ = select.select([keys, wake], [], [])
-            if wake in ready:
-                if b"q" in os.read(wake, 4096):
-                    return
-                columns, rows = terminal_size()
-                session.resize(columns, rows)
-            if keys in ready:
-                data = os.read(keys, 65536)
-                if not data:
-                    return
-                session.send(data)
-    except CpuosError:
-        # The output side meets the same end and says why.
-        return

@@ -25,5 +25,5 @@ def list_templates(ctx: typer.Context, as_json: JsonOption = False) -> None:
     if output.json:
         output.data({"templates": templates})
         return
-    rows = [(template.name, f"{template.size_bytes >> 20} MiB", template.digest) for template in templates]
+    rows = [(template["name"], f"{template['size_bytes'] >> 20} MiB", template["digest"]) for template in templates]
     output.table(("NAME", "SIZE", "DIGEST"), rows, empty="no template is installed; make them with: sudo cpuos setup")
