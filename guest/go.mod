@@ -1,0 +1,3 @@
+module cpuos/guest
+
+go 1.24

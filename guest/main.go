@@ -1,0 +1,104 @@
+// The guest agent of cpuOS: PID 1 of a sandbox, serving the contract api/guest.md to the host side alone.
+package main
+
+import (
+	"crypto/ed25519"
+	"encoding/base64"
+	"flag"
+	"fmt"
+	"net"
+	"os"
+	"os/signal"
+	"runtime"
+	"runtime/debug"
+	"syscall"
+	"time"
+)
+
+const (
+	guestAddress = "10.0.0.2:1"
+	hostAddress  = "10.0.0.1"
+	bindTime     = time.Minute // the address may appear after the agent started
+)
+
+func main() {
+	sandbox := flag.String("sandbox", "", "id of this sandbox")
+	nodeKey := flag.String("node-key", "", "base64 of the node's Ed25519 public key")
+	listen := flag.String("listen", "", "for tests: serve this loopback address, and say it on stdout")
+	userTable := flag.String("user-table", "/etc", "folder of passwd and group")
+	flag.Parse()
+	key, err := base64.StdEncoding.DecodeString(*nodeKey)
+	if err != nil || len(key) != ed25519.PublicKeySize || *sandbox == "" {
+		fatal("usage: cpuos-agent --sandbox ID --node-key BASE64", err)
+	}
+	beLean()
+	beInit()
+	address, peer := guestAddress, net.ParseIP(hostAddress)
+	if *listen != "" {
+		address, peer = *listen, net.IPv4(127, 0, 0, 1)
+	}
+	listener, err := bind(address)
+	if err != nil {
+		fatal("cannot listen on "+address, err)
+	}
+	if *listen != "" {
+		fmt.Println(listener.Addr())
+	}
+	a := newAgent(*sandbox, key, peer, *userTable)
+	go a.children.loop()
+	a.accept(listener)
+}
+
+func fatal(text string, err error) {
+	fmt.Fprintf(os.Stderr, "cpuos-agent: %s: %v\n", text, err)
+	os.Exit(2)
+}
+
+// beLean trades some of Go's speed for memory: every idle sandbox holds one agent.
+func beLean() {
+	debug.SetGCPercent(50)
+	debug.SetMemoryLimit(48 << 20)
+	runtime.GOMAXPROCS(max(2, min(4, runtime.NumCPU())))
+}
+
+// beInit does what the first process owes: signals never end it (they are caught, not ignored, as programs would inherit
+// that), orphans come to it, and programs get sane limits.
+func beInit() {
+	caught := make(chan os.Signal, 16)
+	for number := syscall.Signal(1); number < 32; number++ {
+		switch number {
+		case syscall.SIGKILL, syscall.SIGSTOP, syscall.SIGURG, syscall.SIGCHLD, syscall.SIGPROF:
+		default:
+			signal.Notify(caught, number)
+		}
+	}
+	go func() {
+		for range caught {
+		}
+	}()
+	syscall.Umask(0o022)
+	prctl(prSetDumpable, 0)
+	if os.Getpid() != 1 {
+		prctl(prSetSubreaper, 1)
+	}
+	syscall.Setrlimit(syscall.RLIMIT_CORE, &syscall.Rlimit{})
+	var files syscall.Rlimit
+	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files) == nil {
+		files.Cur = min(files.Max, 1<<16)
+		syscall.Setrlimit(syscall.RLIMIT_NOFILE, &files)
+	}
+	os.Chdir("/")
+}
+
+func bind(address string) (*net.TCPListener, error) {
+	tcp, err := net.ResolveTCPAddr("tcp4", address)
+	if err != nil {
+		return nil, err
+	}
+	for end := time.Now().Add(bindTime); ; time.Sleep(5 * time.Millisecond) {
+		listener, err := net.ListenTCP("tcp4", tcp)
+		if err == nil || time.Now().After(end) {
+			return listener, err
+		}
+	}
+}

@@ -1,0 +1,137 @@
+package main
+
+import (
+	"os"
+	"syscall"
+)
+
+const (
+	pipeBytes = 1 << 20
+	readBytes = 256 << 10 // at most in one read, so that sending overlaps with reading
+)
+
+// stream is one output of a command. Its ring holds what the host has not acknowledged; the command's lock guards it,
+// but the free space belongs to the pump and the unacknowledged bytes to the session that sends them.
+type stream struct {
+	name    string
+	kind    byte
+	file    *os.File // the agent's end of the pipe; nil without this stream
+	ring    block
+	base    uint64 // offset that lies at the ring's start
+	written uint64 // offset after the last byte read from the program
+	acked   uint64
+	full    bool
+	eof     bool
+	space   chan struct{} // room was made, or the output is no longer wanted
+	copy    logFile
+}
+
+// free gives the next unbroken piece of room.
+func (s *stream) free() []byte {
+	at := (s.written - s.base) % blockBytes
+	return s.ring[at:min(at+blockBytes-(s.written-s.acked), blockBytes, at+readBytes)]
+}
+
+// unsent gives the next unbroken piece from an offset on.
+func (s *stream) unsent(from uint64) []byte {
+	at := (from - s.base) % blockBytes
+	return s.ring[at:min(at+s.written-from, blockBytes, at+readBytes)]
+}
+
+// acknowledge frees the bytes before an offset. An emptied ring starts over at its first pages, but only when the copy
+// has begun: until then the ring's start is where the first bytes still lie.
+func (s *stream) acknowledge(offset uint64) {
+	if offset <= s.acked {
+		return
+	}
+	s.acked = min(offset, s.written)
+	if s.acked == s.written && s.written > copyThreshold {
+		s.base = s.written
+	}
+	poke(s.space)
+}
+
+// poke wakes whoever waits on a channel of one slot.
+func poke(channel chan struct{}) {
+	select {
+	case channel <- struct{}{}:
+	default:
+	}
+}
+
+// readInto waits until there is something to read. n is 0 at the end.
+func readInto(raw syscall.RawConn, space []byte) (n int, err error) {
+	waited := raw.Read(func(fd uintptr) bool {
+		n, err = syscall.Read(int(fd), space)
+		return err != syscall.EAGAIN && err != syscall.EINTR
+	})
+	if n < 0 {
+		n = 0
+	}
+	if waited != nil {
+		err = waited
+	}
+	return n, err
+}
+
+// pump moves a program's output into the ring until its end, or until the command ended without it; after that a child
+// that still holds the pipe writes into nothing, but is never stopped by a full pipe.
+func (c *command) pump(s *stream) {
+	defer s.file.Close()
+	raw, err := s.file.SyscallConn()
+	if err != nil {
+		return
+	}
+	for c.waitRoom(s) {
+		space := s.free()
+		n, err := readInto(raw, space)
+		if n == 0 && os.IsTimeout(err) {
+			continue
+		}
+		if n > 0 {
+			s.copy.add(c, s, space[:n])
+		}
+		c.produced(s, n)
+		if n == 0 {
+			c.release()
+			return
+		}
+	}
+	c.release()
+	s.file.SetReadDeadline(never)
+	scratch := make([]byte, 4096)
+	for {
+		if n, err := readInto(raw, scratch); n == 0 && !os.IsTimeout(err) {
+			return
+		}
+	}
+}
+
+// waitRoom is false when the output is no longer wanted.
+func (c *command) waitRoom(s *stream) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for !c.discarding && s.written-s.acked == blockBytes {
+		s.full = true
+		c.mu.Unlock()
+		<-s.space
+		c.mu.Lock()
+		s.full = false
+	}
+	return !c.discarding
+}
+
+func (c *command) produced(s *stream, n int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.discarding {
+		return
+	}
+	s.written += uint64(n)
+	c.lastRead = now()
+	if n == 0 {
+		s.eof = true
+		c.endIfDone()
+	}
+	poke(c.wake)
+}
