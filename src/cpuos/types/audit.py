@@ -32,6 +32,8 @@ class AuditEntry(Answer):
     action: str
     """Noun and verb: sandbox.create, command.start, file.write …"""
     target: str
+    """What it was done to: a sandbox's id, a command's id, a path."""
+    sandbox: str | None = None
     phase: AuditPhase
     intent_id: int | None = None
     result: AuditResult | None = None

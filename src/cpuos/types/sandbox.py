@@ -18,6 +18,7 @@ __all__ = [
     "Sandbox",
     "SandboxCreate",
     "SandboxCreated",
+    "SandboxList",
     "SandboxState",
     "SandboxUpdate",
 ]
@@ -113,3 +114,8 @@ class Access(Answer):
 class SandboxCreated(Answer):
     sandbox: Sandbox
     access: Access
+
+
+class SandboxList(Answer):
+    sandboxes: list[Sandbox]
+    """Newest first."""

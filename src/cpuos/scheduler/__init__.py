@@ -1,0 +1,1 @@
+"""Where a sandbox goes: capacity is reserved before anything is made, and released when it is gone."""

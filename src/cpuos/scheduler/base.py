@@ -1,0 +1,94 @@
+"""The scheduler's interface: reserve, commit, release."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cpuos.node.client import NodeClient
+from cpuos.types.node import NodeFacts
+from cpuos.types.sandbox import Isolation
+
+__all__ = ["Capacity", "Demand", "NodeView", "Placement", "Scheduler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What one sandbox asks of a node."""
+
+    template: str
+    runtime: str
+    """A runtime's name, or `auto`: the strongest that is available."""
+    min_isolation: Isolation | None
+    cpu: int
+    memory_mib: int
+    disk_mib: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a sandbox goes and how it is isolated there."""
+
+    node: str
+    runtime: str
+    isolation: Isolation
+    isolation_detail: str
+    template_digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a node can hold, or what of it is taken; the same four numbers for both."""
+
+    sandboxes: int = 0
+    cpu: float = 0
+    memory_mib: int = 0
+    disk_mib: int = 0
+
+    def plus(self, demand: Demand) -> Capacity:
+        return Capacity(
+            sandboxes=self.sandboxes + 1,
+            cpu=self.cpu + demand.cpu,
+            memory_mib=self.memory_mib + demand.memory_mib,
+            disk_mib=self.disk_mib + demand.disk_mib,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeView:
+    """A node as placement sees it: its last facts, and what is reserved on it."""
+
+    facts: NodeFacts
+    total: Capacity
+    reserved: Capacity
+
+
+class Scheduler(Protocol):
+    """Owns the reservations. `reserve` is one step: of two callers for the last room, one gets it."""
+
+    async def refresh(self) -> None:
+        """Ask the nodes for their facts. A node out of reach keeps its last ones and takes no new sandbox."""
+        ...
+
+    def reserve(self, sandbox_id: str, demand: Demand) -> Placement:
+        """Take room or raise: template_not_found, runtime_unavailable, capacity_exceeded, node_unavailable."""
+        ...
+
+    def commit(self, sandbox_id: str) -> None:
+        """The sandbox is on record; its reservation holds until `release`."""
+        ...
+
+    def release(self, sandbox_id: str) -> None:
+        """Give the room back. Nothing reserved is fine."""
+        ...
+
+    def adopt(self, sandboxes: Mapping[str, tuple[str, Demand]]) -> None:
+        """Hold exactly these committed reservations (id to node and demand), as the records say after a restart."""
+        ...
+
+    def nodes(self) -> Sequence[NodeView]: ...
+
+    def client(self, node: str) -> NodeClient:
+        """The way to a node."""
+        ...

@@ -1,0 +1,91 @@
+"""Scheduler of one machine: reservations in memory, rebuilt from the records at start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from cpuos.errors import CpuosError, Unavailable
+from cpuos.node.client import NodeClient
+from cpuos.scheduler.base import Capacity, Demand, NodeView, Placement
+from cpuos.scheduler.placement import place, total_capacity
+from cpuos.types.node import NodeFacts
+
+__all__ = ["LocalScheduler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reservation:
+    node: str
+    demand: Demand
+    committed: bool
+
+
+class LocalScheduler:
+    """One node. Reserving never awaits, so it is atomic in the server's event loop."""
+
+    def __init__(self, node: NodeClient, *, cpu_overcommit: float) -> None:
+        self._node = node
+        self._cpu_overcommit = cpu_overcommit
+        self._facts: NodeFacts | None = None
+        self._reachable = False
+        self._reservations: dict[str, _Reservation] = {}
+        self._refreshing: asyncio.Task[NodeFacts] | None = None
+
+    async def refresh(self) -> None:
+        """Ask the node for its facts; callers at the same time share one question."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._node.facts())
+        try:
+            self._facts = await asyncio.shield(self._refreshing)
+        except CpuosError:
+            self._reachable = False
+            raise
+        self._reachable = True
+
+    def reserve(self, sandbox_id: str, demand: Demand) -> Placement:
+        if self._facts is not None and not self._reachable:
+            raise Unavailable(
+                "cannot create sandbox: the node cannot be reached",
+                f"node {self._facts.node} does not answer",
+                code="node_unavailable",
+                hint="cpuos status",
+            )
+        placement = place(self.nodes(), demand)
+        self._reservations[sandbox_id] = _Reservation(node=placement.node, demand=demand, committed=False)
+        return placement
+
+    def commit(self, sandbox_id: str) -> None:
+        held = self._reservations[sandbox_id]
+        self._reservations[sandbox_id] = _Reservation(node=held.node, demand=held.demand, committed=True)
+
+    def release(self, sandbox_id: str) -> None:
+        self._reservations.pop(sandbox_id, None)
+
+    def adopt(self, sandboxes: Mapping[str, tuple[str, Demand]]) -> None:
+        pending = {key: held for key, held in self._reservations.items() if not held.committed}
+        recorded = {
+            key: _Reservation(node=node, demand=demand, committed=True) for key, (node, demand) in sandboxes.items()
+        }
+        self._reservations = {**pending, **recorded}
+
+    def nodes(self) -> Sequence[NodeView]:
+        if self._facts is None:
+            return ()
+        demands = [held.demand for held in self._reservations.values()]
+        return (
+            NodeView(
+                facts=self._facts,
+                total=total_capacity(self._facts, cpu_overcommit=self._cpu_overcommit),
+                reserved=reduce(Capacity.plus, demands, Capacity()),
+            ),
+        )
+
+    @property
+    def reachable(self) -> bool:
+        return self._reachable
+
+    def client(self, node: str) -> NodeClient:
+        return self._node

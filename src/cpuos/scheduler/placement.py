@@ -1,0 +1,129 @@
+"""Choosing a node and a runtime: pure functions of facts and reservations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cpuos.errors import CapacityExceeded, CpuosError, InvalidRequest, NotFound, SetupRequired, Unavailable
+from cpuos.scheduler.base import Capacity, Demand, NodeView, Placement
+from cpuos.types.node import NodeFacts, RuntimeFacts
+from cpuos.types.sandbox import Isolation
+
+__all__ = ["place", "shortage", "total_capacity"]
+
+_STRENGTH = {level: rank for rank, level in enumerate(reversed(Isolation))}
+
+
+def place(views: Sequence[NodeView], demand: Demand) -> Placement:
+    """The node with the most free memory that takes the demand; else the error that says why none does."""
+    if not views:
+        raise Unavailable(
+            "cannot create sandbox: no node is known",
+            "the node daemon has not answered since the server started",
+            code="node_unavailable",
+            hint="cpuos up",
+        )
+    problems: list[CpuosError] = []
+    for view in sorted(views, key=lambda view: view.reserved.memory_mib - view.total.memory_mib):
+        try:
+            return _place_on(view, demand)
+        except CpuosError as problem:
+            problems.append(problem)
+    # The problem that is nearest to a yes says most: room, then runtime, then template.
+    order = [CapacityExceeded, SetupRequired, InvalidRequest, NotFound]
+    raise min(problems, key=lambda problem: order.index(type(problem)))
+
+
+def total_capacity(facts: NodeFacts, *, cpu_overcommit: float) -> Capacity:
+    """What the node may promise in all."""
+    return Capacity(
+        sandboxes=facts.max_sandboxes,
+        cpu=facts.cpu * cpu_overcommit,
+        memory_mib=facts.memory_mib,
+        disk_mib=facts.disk_mib,
+    )
+
+
+def shortage(view: NodeView, demand: Demand) -> dict[str, dict[str, float]]:
+    """What is short for the demand: name to asked, free and total. Empty when it fits."""
+    wanted = Capacity().plus(demand)
+    short = {}
+    for name in ("sandboxes", "cpu", "memory_mib", "disk_mib"):
+        asked, total, reserved = (getattr(part, name) for part in (wanted, view.total, view.reserved))
+        if reserved + asked > total:
+            short[name] = {"asked": asked, "free": max(0, total - reserved), "total": total}
+    return short
+
+
+def _place_on(view: NodeView, demand: Demand) -> Placement:
+    facts = view.facts
+    template = next((known for known in facts.templates if known.name == demand.template), None)
+    if template is None:
+        known = ", ".join(sorted(known.name for known in facts.templates)) or "none"
+        raise NotFound(
+            f"cannot create sandbox: no template {demand.template!r}",
+            f"installed are: {known}",
+            code="template_not_found",
+            hint="cpuos create --template " + (sorted(known.name for known in facts.templates) or ["python"])[-1],
+            details={"template": demand.template, "templates": sorted(known.name for known in facts.templates)},
+        )
+    runtime = _choose_runtime(facts, demand)
+    short = shortage(view, demand)
+    if short:
+        raise _no_room(facts.node, short)
+    return Placement(
+        node=facts.node,
+        runtime=runtime.name,
+        isolation=runtime.isolation,
+        isolation_detail=runtime.detail,
+        template_digest=template.digest,
+    )
+
+
+def _choose_runtime(facts: NodeFacts, demand: Demand) -> RuntimeFacts:
+    if demand.runtime != "auto" and all(runtime.name != demand.runtime for runtime in facts.runtimes):
+        known = ", ".join(sorted(runtime.name for runtime in facts.runtimes)) or "none"
+        raise InvalidRequest(
+            f"cannot create sandbox: unknown runtime {demand.runtime!r}",
+            f"known on {facts.node} are: auto, {known}",
+            details={"field": "runtime", "value": demand.runtime},
+        )
+    asked = [runtime for runtime in facts.runtimes if demand.runtime in ("auto", runtime.name)]
+    available = [runtime for runtime in asked if runtime.available]
+    strongest = max(available, key=lambda runtime: _STRENGTH[runtime.isolation], default=None)
+    wanted = demand.min_isolation
+    if strongest is None:
+        reasons = "; ".join(f"{runtime.name}: {runtime.reason or 'not available'}" for runtime in asked)
+        raise _no_runtime(f"runtime {demand.runtime!r} is not available on {facts.node}", reasons or "it has none")
+    if wanted is not None and _STRENGTH[strongest.isolation] < _STRENGTH[wanted]:
+        raise _no_runtime(
+            f"isolation {wanted.value!r} is not available on {facts.node}",
+            f"the strongest there is {strongest.isolation.value!r} ({strongest.name})",
+        )
+    return strongest
+
+
+def _no_runtime(what: str, why: str) -> SetupRequired:
+    return SetupRequired(f"cannot create sandbox: {what}", why, code="runtime_unavailable", hint="cpuos doctor")
+
+
+def _no_room(node: str, short: dict[str, dict[str, float]]) -> CapacityExceeded:
+    parts = [f"{_amount(name, row['asked'])} asked, {_amount(name, row['free'])} free" for name, row in short.items()]
+    never = [name for name, row in short.items() if row["asked"] > row["total"]]
+    if never:
+        limits = ", ".join(_amount(name, short[name]["total"]) for name in never)
+        hint = f"cpuos create with at most {limits}"
+    else:
+        hint = "cpuos ls, then cpuos kill SANDBOX; or ask for less"
+    return CapacityExceeded(
+        f"cannot create sandbox: node {node} has no room ({', '.join(sorted(short))})",
+        "; ".join(parts),
+        hint=hint,
+        details={"node": node, "short": short},
+    )
+
+
+def _amount(name: str, value: float) -> str:
+    if name in ("memory_mib", "disk_mib"):
+        return f"{value:.0f} MiB {name.removesuffix('_mib')}"
+    return f"{value:g} {name}"

@@ -1,0 +1,240 @@
+"""All parts of the server, wired; opened by `async with`, whatever serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from sqlalchemy import Row, insert
+
+from cpuos.errors import CpuosError, Unavailable
+from cpuos.node.client import NodeClient
+from cpuos.scheduler.base import Scheduler
+from cpuos.scheduler.local import LocalScheduler
+from cpuos.server.audit import Audit
+from cpuos.server.auth import Authenticator
+from cpuos.server.clock import Clock, utc_now
+from cpuos.server.db.database import Database
+from cpuos.server.db.migrate import upgrade_database
+from cpuos.server.db.models import ServerStart
+from cpuos.server.db.sandboxes import live_rows
+from cpuos.server.envelope import VERSION
+from cpuos.server.gateway import GatewayControl
+from cpuos.server.guard import Guard
+from cpuos.server.idempotency import Idempotency
+from cpuos.server.journal import JournalIngest
+from cpuos.server.lifecycle import Lifecycle, demand_of
+from cpuos.server.policies import AllowAll, Policy
+from cpuos.server.quotas import Quotas
+from cpuos.server.reconciler import Reconciler
+from cpuos.server.settlement import Settlement
+from cpuos.server.tasks import Tasks
+from cpuos.server.tickets import TicketSigner, load_ticket_key
+from cpuos.types.installation import Health, PartHealth
+from cpuos.types.sandbox import Access, Sandbox
+
+__all__ = ["ControlPlane", "ServerOptions", "open_control_plane"]
+
+_log = structlog.get_logger("cpuos.server")
+# Health is asked often (each `cpuos status`, each probe) and needs no key: the parts are asked this often at most.
+HEALTH_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What the server needs to know of its installation."""
+
+    database_url: str
+    ticket_key: Path
+    data_url: Callable[[], str | None]
+    """URL of the gateway as clients see it; None while it has published none."""
+    cpu_overcommit: float = 8.0
+    create_deadline_s: float = 120.0
+    """A sandbox that is not running by then is failed."""
+    agent_wait_s: float = 30.0
+    """How long the agent of a sandbox whose process runs may take to answer."""
+    outcome_deadline_s: float = 600.0
+    """An audit intent without outcome is `unknown` after this."""
+    idempotency_wait_s: float = 90.0
+    stop_grace_s: float = 10.0
+    """How long a stopping server waits for the calls at work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlPlane:
+    options: ServerOptions
+    clock: Clock
+    database: Database
+    scheduler: Scheduler
+    gateway: GatewayControl
+    tickets: TicketSigner
+    lifecycle: Lifecycle
+    reconciler: Reconciler
+    guard: Guard
+    tasks: Tasks
+    health_cache: dict[str, Any]
+
+    def data_url(self) -> str:
+        url = self.options.data_url()
+        if url is None:
+            raise Unavailable(
+                "cannot say where the gateway is",
+                "it has not published its address since it started",
+                code="gateway_unavailable",
+                hint="cpuos status",
+            )
+        return url
+
+    def access(self, sandbox: Row[Any] | Sandbox, *, actor: str) -> Access:
+        """A fresh ticket for a sandbox."""
+        return self.tickets.access(
+            data_url=self.data_url(),
+            workspace=sandbox.workspace,
+            sandbox=sandbox.id,
+            generation=sandbox.generation,
+            actor=actor,
+            task=sandbox.task,
+        )
+
+    async def refresh_nodes(self) -> bool:
+        """Fresh facts if they can be had; says whether."""
+        try:
+            await self.scheduler.refresh()
+        except CpuosError:
+            return False
+        return True
+
+    async def take_journal(self) -> None:
+        """What the gateway has written down so far, if it answers soon: so that a reader finds what was just done."""
+        try:
+            async with asyncio.timeout(2.0):
+                await asyncio.shield(self.tasks.start(self.reconciler.ingest()))
+        except (CpuosError, TimeoutError) as error:
+            _log.warning("journal not taken", error=str(error))
+
+    async def health(self) -> Health:
+        cached = self.health_cache.get("health")
+        if cached is not None and cached[0] > time.monotonic():
+            return cached[1]
+        node, gateway = await asyncio.gather(_ask(self.scheduler.refresh()), _ask(self.gateway.health()))
+        parts = {"node": node, "gateway": gateway}
+        fine = all(part.status == "ok" for part in parts.values())
+        health = Health(status="ok" if fine else "degraded", version=VERSION, parts=parts)
+        self.health_cache["health"] = (time.monotonic() + HEALTH_S, health)
+        return health
+
+
+@asynccontextmanager
+async def open_control_plane(
+    options: ServerOptions,
+    *,
+    node: NodeClient,
+    gateway: GatewayControl,
+    clock: Clock = utc_now,
+    policy: Policy | None = None,
+    reconcile: bool = True,
+) -> AsyncIterator[ControlPlane]:
+    """Bring the database up to date, take up the reservations on record, start the reconciler.
+
+    `reconcile=False` leaves its steps to the caller (tests).
+    """
+    await asyncio.to_thread(upgrade_database, options.database_url)
+    async with AsyncExitStack() as stack:
+        database = await stack.enter_async_context(Database(options.database_url))
+        epoch = await _record_start(database, clock)
+        tasks = Tasks()
+        stack.push_async_callback(tasks.close, grace_s=options.stop_grace_s)
+        plane = await _wire(
+            options, database, epoch=epoch, tasks=tasks, node=node, gateway=gateway, clock=clock, policy=policy
+        )
+        await plane.refresh_nodes()
+        if reconcile:
+            plane.reconciler.start()
+            stack.push_async_callback(plane.reconciler.stop)
+        yield plane
+
+
+async def _wire(
+    options: ServerOptions,
+    database: Database,
+    *,
+    epoch: int,
+    tasks: Tasks,
+    node: NodeClient,
+    gateway: GatewayControl,
+    clock: Clock,
+    policy: Policy | None,
+) -> ControlPlane:
+    scheduler = LocalScheduler(node, cpu_overcommit=options.cpu_overcommit)
+    async with database.read() as connection:
+        scheduler.adopt({row.id: (row.node, demand_of(row)) for row in await live_rows(connection)})
+    audit = Audit(clock, epoch=epoch, deadline_s=options.outcome_deadline_s)
+    idempotency = Idempotency(clock)
+    quotas = Quotas()
+    lifecycle = Lifecycle(
+        database=database,
+        scheduler=scheduler,
+        gateway=gateway,
+        audit=audit,
+        quotas=quotas,
+        tasks=tasks,
+        clock=clock,
+        create_deadline_s=options.create_deadline_s,
+        agent_wait_s=options.agent_wait_s,
+    )
+    reconciler = Reconciler(
+        database=database,
+        scheduler=scheduler,
+        lifecycle=lifecycle,
+        journal=JournalIngest(database, gateway),
+        settlement=Settlement(database=database, audit=audit, idempotency=idempotency),
+        tasks=tasks,
+        clock=clock,
+    )
+    guard = Guard(
+        database=database,
+        authenticator=Authenticator(database),
+        quotas=quotas,
+        policy=policy or AllowAll(),
+        audit=audit,
+        idempotency=idempotency,
+        tasks=tasks,
+        clock=clock,
+        wait_s=options.idempotency_wait_s,
+    )
+    return ControlPlane(
+        options=options,
+        clock=clock,
+        database=database,
+        scheduler=scheduler,
+        gateway=gateway,
+        tickets=TicketSigner(load_ticket_key(options.ticket_key), clock),
+        lifecycle=lifecycle,
+        reconciler=reconciler,
+        guard=guard,
+        tasks=tasks,
+        health_cache={},
+    )
+
+
+async def _record_start(database: Database, clock: Clock) -> int:
+    async with database.write() as connection:
+        statement = insert(ServerStart).values(at=clock(), version=VERSION).returning(ServerStart.id)
+        return (await connection.execute(statement)).scalar_one()
+
+
+async def _ask(question: Any) -> PartHealth:
+    try:
+        async with asyncio.timeout(2.0):
+            await question
+    except CpuosError as error:
+        return PartHealth(status="unavailable", reason=error.why or error.what)
+    except TimeoutError:
+        return PartHealth(status="unavailable", reason="no answer within 2 s")
+    return PartHealth(status="ok")

@@ -1,0 +1,200 @@
+"""Tables. Migrations in `migrations/` make them; a test holds the two equal."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import JSON, DateTime, Dialect, ForeignKey, Index, MetaData, String, TypeDecorator, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+__all__ = [
+    "ApiKey",
+    "AuditRow",
+    "Base",
+    "IdempotencyRow",
+    "JournalCursor",
+    "OpenIntent",
+    "SandboxRow",
+    "ServerStart",
+    "UtcDateTime",
+    "Workspace",
+]
+
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+LIVE = text("state NOT IN ('stopped', 'failed', 'lost')")
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A moment: only values with a time zone go in, UTC comes out, on every database."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"cannot store {value!r}: it has no time zone")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), list[str]: JSON()}  # noqa: RUF012
+
+
+class Workspace(Base):
+    __tablename__ = "workspaces"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), unique=True)
+    max_sandboxes: Mapped[int | None]
+    """Live sandboxes it may have; None: as many as the nodes hold."""
+    created_at: Mapped[datetime]
+
+
+class ApiKey(Base):
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    """The part of the key after `cpk_`; no secret."""
+    workspace: Mapped[str] = mapped_column(ForeignKey("workspaces.id"))
+    name: Mapped[str] = mapped_column(String(128))
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    """SHA-256 of the whole key, in hex. The key has 256 random bits, so a slow hash would add nothing."""
+    permissions: Mapped[list[str]]
+    created_at: Mapped[datetime]
+    revoked_at: Mapped[datetime | None]
+
+
+class SandboxRow(Base):
+    __tablename__ = "sandboxes"
+    __table_args__ = (
+        Index("ix_sandboxes_live_name", "workspace", "name", unique=True, sqlite_where=LIVE, postgresql_where=LIVE),
+        Index("ix_sandboxes_workspace_created_at", "workspace", "created_at"),
+        Index("ix_sandboxes_state", "state"),
+        Index("ix_sandboxes_intent", "intent"),
+        Index(
+            "ix_sandboxes_gateway_stage",
+            "gateway_stage",
+            sqlite_where=text("gateway_stage != 'forgotten'"),
+            postgresql_where=text("gateway_stage != 'forgotten'"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(String(20), primary_key=True)
+    workspace: Mapped[str] = mapped_column(ForeignKey("workspaces.id"))
+    name: Mapped[str | None] = mapped_column(String(63))
+    state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(default="")
+    generation: Mapped[int] = mapped_column(default=1)
+    template: Mapped[str] = mapped_column(String(63))
+    template_digest: Mapped[str] = mapped_column(default="")
+    runtime: Mapped[str] = mapped_column(String(16))
+    isolation: Mapped[str] = mapped_column(String(16))
+    isolation_detail: Mapped[str]
+    node: Mapped[str] = mapped_column(String(63))
+    cpu: Mapped[int]
+    memory_mib: Mapped[int]
+    disk_mib: Mapped[int]
+    max_processes: Mapped[int]
+    timeout_s: Mapped[float]
+    labels: Mapped[dict[str, Any]]
+    task: Mapped[str | None] = mapped_column(String(128))
+    created_by: Mapped[str] = mapped_column(String(63))
+    intent: Mapped[int | None]
+    """Audit id of the create's intent: ties the row to its request across a restart."""
+    failure: Mapped[dict[str, Any] | None]
+    """The error of the create that failed, as its caller saw it."""
+    gateway_stage: Mapped[str] = mapped_column(String(16), default="attached")
+    """attached → detached → forgotten: what the gateway has been told."""
+    created_at: Mapped[datetime]
+    changed_at: Mapped[datetime]
+    """When `state` changed last."""
+    deadline_at: Mapped[datetime | None]
+    """By when a transitional state must have ended."""
+    started_at: Mapped[datetime | None]
+    expires_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+
+
+class AuditRow(Base):
+    """Only ever inserted."""
+
+    __tablename__ = "audit"
+    __table_args__ = (
+        Index("ix_audit_source_seq", "source", "source_seq", unique=True),
+        Index("ix_audit_workspace_sandbox", "workspace", "sandbox", "id"),
+        Index("ix_audit_workspace_action", "workspace", "action", "id"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[datetime]
+    workspace: Mapped[str] = mapped_column(String(32))
+    actor: Mapped[str] = mapped_column(String(63))
+    action: Mapped[str] = mapped_column(String(63))
+    target: Mapped[str]
+    sandbox: Mapped[str | None] = mapped_column(String(20))
+    phase: Mapped[str] = mapped_column(String(8))
+    intent_id: Mapped[int | None] = mapped_column(index=True)
+    result: Mapped[str | None] = mapped_column(String(8))
+    detail: Mapped[dict[str, Any]]
+    source: Mapped[str | None] = mapped_column(String(63))
+    """Which gateway told it; None: the server itself."""
+    source_seq: Mapped[int | None]
+
+
+class OpenIntent(Base):
+    """Intents without outcome; what an earlier start of the server left here is settled by the reconciler."""
+
+    __tablename__ = "open_intents"
+
+    id: Mapped[int] = mapped_column(ForeignKey("audit.id"), primary_key=True, autoincrement=False)
+    epoch: Mapped[int]
+    deadline_at: Mapped[datetime]
+
+
+class IdempotencyRow(Base):
+    __tablename__ = "idempotency"
+    __table_args__ = (Index("ix_idempotency_created_at", "created_at"), Index("ix_idempotency_intent", "intent"))
+
+    workspace: Mapped[str] = mapped_column(ForeignKey("workspaces.id"), primary_key=True)
+    route: Mapped[str] = mapped_column(String(128), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    body_hash: Mapped[str] = mapped_column(String(64))
+    intent: Mapped[int]
+    status: Mapped[int | None]
+    """HTTP status of the answer; None while the first call has not ended."""
+    answer: Mapped[dict[str, Any] | None]
+    created_at: Mapped[datetime]
+
+
+class JournalCursor(Base):
+    __tablename__ = "journal_cursors"
+
+    source: Mapped[str] = mapped_column(String(63), primary_key=True)
+    """The gateway's instance id."""
+    next_seq: Mapped[int]
+
+
+class ServerStart(Base):
+    """One row a start of the server; its id is the epoch that marks what an earlier process left open."""
+
+    __tablename__ = "server_starts"
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[datetime]
+    version: Mapped[str] = mapped_column(String(32))

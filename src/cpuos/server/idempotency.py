@@ -1,0 +1,116 @@
+"""Idempotency keys: the first call with a key does the work, every other gets its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from cpuos.errors import Conflict, InvalidRequest
+from cpuos.server.clock import Clock
+from cpuos.server.db.models import IdempotencyRow
+
+__all__ = ["Claim", "Idempotency", "body_hash", "check_key"]
+
+MAX_KEY = 255
+KEEP = timedelta(hours=24)
+# Events wake the waiters; a repeat that waits for an earlier process looks by itself this often.
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One key in its scope, bound to one body."""
+
+    workspace: str
+    route: str
+    key: str
+    body_hash: str
+
+    @property
+    def scope(self) -> tuple[str, str, str]:
+        return self.workspace, self.route, self.key
+
+
+class Idempotency:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: dict[tuple[str, str, str], asyncio.Event] = {}
+
+    async def find(self, connection: AsyncConnection, claim: Claim) -> Row[Any] | None:
+        """What the key is bound to; None when it is free. Another body under the same key is an error."""
+        columns = select(IdempotencyRow.body_hash, IdempotencyRow.status, IdempotencyRow.answer)
+        row = (await connection.execute(columns.where(*_is(claim.scope)))).one_or_none()
+        if row is not None and row.body_hash != claim.body_hash:
+            raise Conflict(
+                f"cannot use idempotency key {claim.key!r} again: the body is another",
+                "the key is bound to the body that it was first sent with",
+                code="idempotency_mismatch",
+                hint="use a new key for a new request",
+            )
+        return row
+
+    async def hold(self, connection: AsyncConnection, claim: Claim, *, intent: int) -> None:
+        """Bind the free key to this call; in the transaction of its intent."""
+        values = {"workspace": claim.workspace, "route": claim.route, "key": claim.key, "body_hash": claim.body_hash}
+        await connection.execute(insert(IdempotencyRow).values(intent=intent, created_at=self._clock(), **values))
+
+    async def finish(self, connection: AsyncConnection, *, intent: int, status: int, answer: dict[str, Any]) -> None:
+        """Keep the answer of the call; its repeats get it."""
+        values = {"status": status, "answer": answer}
+        unfinished = (IdempotencyRow.intent == intent, IdempotencyRow.status.is_(None))
+        await connection.execute(update(IdempotencyRow).where(*unfinished).values(**values))
+
+    async def free(self, connection: AsyncConnection, *, intent: int) -> None:
+        """The call did nothing: a repeat may try again."""
+        unfinished = (IdempotencyRow.intent == intent, IdempotencyRow.status.is_(None))
+        await connection.execute(delete(IdempotencyRow).where(*unfinished))
+
+    async def prune(self, connection: AsyncConnection) -> None:
+        old = (IdempotencyRow.created_at < self._clock() - KEEP, IdempotencyRow.status.is_not(None))
+        await connection.execute(delete(IdempotencyRow).where(*old))
+
+    def wake(self, claim: Claim) -> None:
+        """After the commit that finished or freed the key."""
+        event = self._waiting.pop(claim.scope, None)
+        if event is not None:
+            event.set()
+
+    async def wait(self, claim: Claim) -> None:
+        """Until the key may have been finished or freed."""
+        event = self._waiting.setdefault(claim.scope, asyncio.Event())
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                await event.wait()
+        except TimeoutError:
+            pass
+
+
+def check_key(key: str) -> str:
+    if not 1 <= len(key) <= MAX_KEY or not key.isprintable():
+        raise InvalidRequest(
+            f"cannot use the idempotency key: {key[:64]!r}",
+            f"a key is 1 to {MAX_KEY} printable characters",
+            details={"field": "Idempotency-Key"},
+        )
+    return key
+
+
+def body_hash(body: bytes) -> str:
+    """Equal for equal JSON, whatever its spacing and order of fields."""
+    try:
+        canonical = json.dumps(json.loads(body), sort_keys=True, separators=(",", ":")).encode()
+    except (ValueError, RecursionError):
+        canonical = body
+    return hashlib.sha256(canonical).hexdigest()
+
+
+def _is(scope: tuple[str, str, str]) -> tuple[Any, ...]:
+    workspace, route, key = scope
+    return IdempotencyRow.workspace == workspace, IdempotencyRow.route == route, IdempotencyRow.key == key

@@ -1,0 +1,129 @@
+"""Takes a gateway's journal over into the audit table: each entry exactly once, whatever restarts in between."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import structlog
+from pydantic import Field, ValidationError
+from sqlalchemy import Row, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from cpuos.server.db.database import Database
+from cpuos.server.db.models import AuditRow, JournalCursor
+from cpuos.server.db.sandboxes import find_sandboxes
+from cpuos.server.gateway import GatewayControl, JournalPage
+from cpuos.types.audit import AuditPhase, AuditResult
+from cpuos.types.base import Answer
+
+__all__ = ["JournalEntry", "JournalIngest"]
+
+PAGE = 500
+_log = structlog.get_logger("cpuos.server.journal")
+
+
+class JournalEntry(Answer):
+    """What a gateway writes down of one action. A gateway reads guests' bytes, so nothing here is believed twice:
+    the workspace is that of the sandbox's record, never the one that the entry names."""
+
+    seq: int = Field(ge=0)
+    at: datetime
+    sandbox: str
+    actor: str = Field(max_length=63)
+    action: str = Field(max_length=63, pattern=r"^[a-z]+\.[a-z_]+$")
+    phase: AuditPhase
+    target: str = Field("", max_length=8192)
+    result: AuditResult | None = None
+    intent_seq: int | None = None
+    detail: dict[str, Any] = Field(default_factory=dict)
+
+
+class JournalIngest:
+    def __init__(self, database: Database, gateway: GatewayControl) -> None:
+        self._database = database
+        self._gateway = gateway
+        self._source: str | None = None
+        self._next = 0
+
+    async def run(self) -> int:
+        """Take over what is new; returns the number of entries."""
+        taken = 0
+        while True:
+            page = await self._gateway.journal(self._next, limit=PAGE)
+            if page.source != self._source:
+                await self._switch(page.source)
+                continue
+            if page.entries:
+                await self._store(page)
+                taken += len(page.entries)
+            self._next = page.next
+            if len(page.entries) < PAGE:
+                return taken
+
+    async def _switch(self, source: str) -> None:
+        """Another gateway instance than before: go on where its journal was left."""
+        columns = select(JournalCursor.next_seq).where(JournalCursor.source == source)
+        async with self._database.read() as connection:
+            self._next = (await connection.execute(columns)).scalar_one_or_none() or 0
+        self._source = source
+
+    async def _store(self, page: JournalPage) -> None:
+        entries = [entry for raw in page.entries if (entry := _read(raw, page.source)) is not None]
+        async with self._database.write() as connection:
+            if not await _take_cursor(connection, page.source, expected=self._next, following=page.next):
+                self._source = None  # another reader was here: look up the cursor again
+                return
+            owners = {row.id: row for row in await find_sandboxes(connection, {entry.sandbox for entry in entries})}
+            ids: dict[int, int] = {}
+            for entry in entries:
+                if (owner := owners.get(entry.sandbox)) is None:
+                    _log.warning("journal entry of an unknown sandbox", sandbox=entry.sandbox, seq=entry.seq)
+                    continue
+                ids[entry.seq] = await _insert(connection, entry, owner=owner, source=page.source, known=ids)
+
+
+def _read(raw: dict[str, Any], source: str) -> JournalEntry | None:
+    try:
+        return JournalEntry.model_validate(raw)
+    except ValidationError as error:
+        _log.error("journal entry out of contract", source=source, entry=str(raw)[:500], error=str(error))
+        return None
+
+
+async def _take_cursor(connection: AsyncConnection, source: str, *, expected: int, following: int) -> bool:
+    """Move the cursor in the transaction of its entries: both are kept, or neither."""
+    moved = update(JournalCursor).where(JournalCursor.source == source, JournalCursor.next_seq == expected)
+    if (await connection.execute(moved.values(next_seq=following))).rowcount == 1:
+        return True
+    known = select(JournalCursor.next_seq).where(JournalCursor.source == source)
+    if (await connection.execute(known)).one_or_none() is not None:
+        return False
+    await connection.execute(insert(JournalCursor).values(source=source, next_seq=following))
+    return expected == 0
+
+
+async def _insert(
+    connection: AsyncConnection, entry: JournalEntry, *, owner: Row[Any], source: str, known: dict[int, int]
+) -> int:
+    intent_id = None
+    if entry.intent_seq is not None:
+        intent_id = known.get(entry.intent_seq)
+        if intent_id is None:
+            found = select(AuditRow.id).where(AuditRow.source == source, AuditRow.source_seq == entry.intent_seq)
+            intent_id = (await connection.execute(found)).scalar_one_or_none()
+    statement = insert(AuditRow).values(
+        at=entry.at,
+        workspace=owner.workspace,
+        actor=entry.actor,
+        action=entry.action,
+        target=entry.target,
+        sandbox=entry.sandbox,
+        phase=entry.phase.value,
+        intent_id=intent_id,
+        result=entry.result.value if entry.result else None,
+        detail=entry.detail,
+        source=source,
+        source_seq=entry.seq,
+    )
+    return (await connection.execute(statement.returning(AuditRow.id))).scalar_one()

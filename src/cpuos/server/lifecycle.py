@@ -1,0 +1,451 @@
+"""The verbs of a sandbox: create, kill, lose, update. One function a verb; each is safe to repeat after a crash.
+
+Order of a create: room is reserved, the record is written, the node makes it, the gateway reaches its agent, the record
+says `running`. What fails is undone in the reverse order. No network call happens inside a transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import string
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from typing import Any
+
+import structlog
+from sqlalchemy import Row
+from sqlalchemy.exc import IntegrityError
+
+from cpuos.errors import Conflict, CpuosError, PlatformError, SandboxGone
+from cpuos.scheduler.base import Demand, Placement, Scheduler
+from cpuos.server.audit import SYSTEM, Audit
+from cpuos.server.clock import Clock
+from cpuos.server.db.database import Database
+from cpuos.server.db.sandboxes import advance, insert_sandbox, row_of, update_fields
+from cpuos.server.gateway import GatewayControl
+from cpuos.server.quotas import Quotas
+from cpuos.server.states import Verb, next_state, sources, unusable
+from cpuos.server.tasks import Tasks
+from cpuos.types.audit import AuditResult
+from cpuos.types.node import NodeSandboxCreate, SandboxFacts
+from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxState, SandboxUpdate
+
+__all__ = ["Creation", "Lifecycle", "demand_of"]
+
+_log = structlog.get_logger("cpuos.server.lifecycle")
+_ID_LETTERS = string.ascii_lowercase + string.digits
+
+
+class Creation:
+    """A create at work in this process: others may end its waiting, and wait for its end."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self._abandoned: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def abandon(self, reason: str) -> None:
+        """Nobody needs to wait for its agent any more."""
+        if not self._abandoned.done():
+            self._abandoned.set_result(reason)
+
+    async def unless_abandoned(self, work: Any, *, what: str) -> Any:
+        """The result of `work`, or sandbox_lost as soon as the create is abandoned."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise SandboxGone(f"cannot {what}", self._abandoned.result(), hint="cpuos create")
+
+
+class Lifecycle:
+    def __init__(
+        self,
+        *,
+        database: Database,
+        scheduler: Scheduler,
+        gateway: GatewayControl,
+        audit: Audit,
+        quotas: Quotas,
+        tasks: Tasks,
+        clock: Clock,
+        create_deadline_s: float,
+        agent_wait_s: float,
+    ) -> None:
+        self._database = database
+        self._scheduler = scheduler
+        self._gateway = gateway
+        self._audit = audit
+        self._quotas = quotas
+        self._tasks = tasks
+        self._clock = clock
+        self._create_deadline = timedelta(seconds=create_deadline_s)
+        self._agent_wait_s = agent_wait_s
+        self._creations: dict[str, Creation] = {}
+
+    def creation(self, sandbox_id: str) -> Creation | None:
+        """The create of this sandbox, while this process works on it."""
+        return self._creations.get(sandbox_id)
+
+    # --- create ---
+
+    async def create(
+        self,
+        request: SandboxCreate,
+        *,
+        workspace: str,
+        actor: str,
+        intent: int | None = None,
+        begun: Callable[[str], None] = lambda sandbox_id: None,
+    ) -> Row[Any]:
+        """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record."""
+        sandbox_id = new_sandbox_id()
+        placement = await self._reserve(sandbox_id, _demand(request))
+        creation = self._creations[sandbox_id] = Creation()
+        async with AsyncExitStack() as undo:
+            undo.callback(self._end_creation, sandbox_id)
+            undo.callback(self._scheduler.release, sandbox_id)
+            row = await self._insert(
+                sandbox_id, request, placement=placement, workspace=workspace, actor=actor, intent=intent
+            )
+            self._scheduler.commit(sandbox_id)
+            begun(sandbox_id)
+            undo.push_async_exit(self._fail_unless_kept(row))
+            undo.push_async_callback(self._remove_from_node, row)
+            facts = await self._scheduler.client(row.node).create(_node_request(row))
+            undo.push_async_callback(self._forget_quietly, row.id)
+            row = await self._attach_and_start(row, facts, creation=creation)
+            undo.pop_all()
+        self._end_creation(sandbox_id)
+        return row
+
+    async def finish_create(self, row: Row[Any], facts: SandboxFacts) -> None:
+        """Bring a create to its end that an earlier server process began and whose sandbox runs on the node."""
+        creation = self._creations[row.id] = Creation()
+        async with AsyncExitStack() as undo:
+            undo.callback(self._end_creation, row.id)
+            undo.callback(self._scheduler.release, row.id)
+            undo.push_async_exit(self._fail_unless_kept(row))
+            undo.push_async_callback(self._remove_from_node, row)
+            undo.push_async_callback(self._forget_quietly, row.id)
+            await self._attach_and_start(row, facts, creation=creation)
+            undo.pop_all()
+        self._end_creation(row.id)
+
+    async def fail_create(self, row: Row[Any], *, reason: str) -> None:
+        """End a create that no process works on any more."""
+        error = PlatformError("cannot create sandbox: it was not made", reason, code="node_unavailable")
+        await self._forget_quietly(row.id)
+        await self._remove_from_node(row)
+        await self._record_failure(row, error)
+        self._scheduler.release(row.id)
+
+    # --- end ---
+
+    async def kill(self, row: Row[Any], *, reason: str) -> Row[Any]:
+        """Stop it from whatever live state; return when nothing of it is left. Ended ones stay as they are."""
+        while (state := SandboxState(row.state)) in sources(Verb.STOP):
+            async with self._database.write() as connection:
+                changed = await advance(connection, row, verb=Verb.STOP, now=self._clock(), reason=reason)
+            row = changed or await self._reload(row)
+        if state is SandboxState.STOPPING:
+            row = await asyncio.shield(self.finish_stop(row))
+        return row
+
+    def finish_stop(self, row: Row[Any]) -> asyncio.Task[Row[Any]]:
+        """The work that makes `stopping` end; callers at the same time share it."""
+        return self._tasks.share(f"stop {row.id}", self._stop(row))
+
+    async def expire(self, row: Row[Any], *, reason: str) -> None:
+        """Its time ended, unless it was given more at the last moment."""
+        now = self._clock()
+        async with self._database.write() as connection:
+            current = await row_of(connection, row.id)
+            if current is None or current.expires_at is None or current.expires_at > now:
+                return
+            if next_state(SandboxState(current.state), Verb.STOP) is None:
+                return
+            stopping = await advance(connection, current, verb=Verb.STOP, now=now, reason=reason)
+            assert stopping is not None  # nothing else writes within this transaction
+            await self._note(connection, stopping, action="sandbox.expire", detail={"reason": reason})
+        await self.finish_stop(stopping)
+
+    async def lose(self, row: Row[Any], *, reason: str) -> None:
+        """It died: say so first, then tidy up."""
+        creation = self._creations.get(row.id)
+        if creation is not None:
+            creation.abandon(reason)
+            return
+        async with self._database.write() as connection:
+            changed = await advance(connection, row, verb=Verb.LOSE, now=self._clock(), reason=reason)
+            if changed is None:
+                return
+            await self._note(connection, changed, action="sandbox.lost", detail={"reason": reason})
+        _log.warning("sandbox lost", sandbox=row.id, reason=reason)
+        self._scheduler.release(row.id)
+        await self.detach(changed)
+        await self._remove_from_node(changed)
+
+    async def detach(self, row: Row[Any]) -> None:
+        """Tell the gateway that an ended sandbox has ended; the reconciler repeats it until it was heard."""
+        lost = row.state == SandboxState.LOST.value
+        try:
+            await self._gateway.detach(row.id, reason="lost" if lost else "stopped", text=row.reason)
+        except CpuosError as error:
+            _log.warning("gateway not told of an end", sandbox=row.id, error=str(error))
+            return
+        await self._set_gateway_stage(row, "detached")
+
+    async def forget(self, row: Row[Any]) -> None:
+        """Let the gateway remove the recorded output of a sandbox that ended long ago."""
+        await self._gateway.forget(row.id)
+        await self._set_gateway_stage(row, "forgotten")
+
+    # --- update ---
+
+    async def update(self, row: Row[Any], request: SandboxUpdate) -> Row[Any]:
+        """New length of session or labels of a live sandbox."""
+        while True:
+            state = SandboxState(row.state)
+            if state not in sources(Verb.STOP):
+                raise unusable(row.id, state, reason=row.reason, action="update sandbox")
+            changes: dict[str, Any] = {}
+            if request.timeout_s is not None:
+                changes["timeout_s"] = request.timeout_s
+                changes["expires_at"] = self._clock() + timedelta(seconds=request.timeout_s)
+            if request.labels is not None:
+                changes["labels"] = request.labels
+            if not changes:
+                return row
+            async with self._database.write() as connection:
+                changed = await update_fields(connection, row, **changes)
+            if changed is not None:
+                return changed
+            row = await self._reload(row)
+
+    # --- the steps ---
+
+    async def _reserve(self, sandbox_id: str, demand: Demand) -> Placement:
+        if not self._scheduler.nodes():
+            await self._scheduler.refresh()
+        return self._scheduler.reserve(sandbox_id, demand)
+
+    async def _insert(
+        self,
+        sandbox_id: str,
+        request: SandboxCreate,
+        *,
+        placement: Placement,
+        workspace: str,
+        actor: str,
+        intent: int | None,
+    ) -> Row[Any]:
+        now = self._clock()
+        asked = request.model_dump(exclude={"runtime", "min_isolation"})
+        values = {
+            **asked,
+            "id": sandbox_id,
+            "workspace": workspace,
+            "state": SandboxState.CREATING.value,
+            "template_digest": placement.template_digest,
+            "runtime": placement.runtime,
+            "isolation": placement.isolation.value,
+            "isolation_detail": placement.isolation_detail,
+            "node": placement.node,
+            "created_by": actor,
+            "intent": intent,
+            "created_at": now,
+            "changed_at": now,
+            "deadline_at": now + self._create_deadline,
+            "expires_at": now + timedelta(seconds=request.timeout_s),
+        }
+        try:
+            async with self._database.write() as connection:
+                await self._quotas.check_sandboxes(connection, workspace)
+                return await insert_sandbox(connection, values)
+        except IntegrityError as error:
+            raise Conflict(
+                f"cannot create sandbox: the name {request.name!r} is taken",
+                "another live sandbox of this workspace has it",
+                code="name_taken",
+                hint=f"cpuos kill {request.name}, or use another name",
+                details={"field": "name", "value": request.name},
+            ) from error
+
+    async def _attach_and_start(self, row: Row[Any], facts: SandboxFacts, *, creation: Creation) -> Row[Any]:
+        if not facts.alive:
+            raise _died(row, facts.exit_reason)
+        attach = self._gateway.attach(
+            row.id,
+            generation=row.generation,
+            workspace=row.workspace,
+            hostname=_hostname(row),
+            wait_s=self._agent_wait_s,
+        )
+        await creation.unless_abandoned(attach, what="create sandbox: it ended before its agent answered")
+        now = self._clock()
+        async with self._database.write() as connection:
+            started = await advance(
+                connection,
+                row,
+                verb=Verb.STARTED,
+                now=now,
+                started_at=facts.started_at or now,
+                runtime=facts.runtime,
+                isolation=facts.isolation.value,
+                isolation_detail=facts.isolation_detail,
+                template_digest=facts.template_digest,
+            )
+        if started is None:
+            current = await self._reload(row)
+            raise SandboxGone(
+                f"cannot create sandbox: {row.id} was ended while it started",
+                current.reason,
+                code="sandbox_stopped",
+                hint="cpuos create",
+            )
+        _log.info("sandbox running", sandbox=row.id, runtime=facts.runtime, isolation=facts.isolation.value)
+        return started
+
+    async def _stop(self, row: Row[Any]) -> Row[Any]:
+        creation = self._creations.get(row.id)
+        if creation is not None:
+            creation.abandon(row.reason)
+        try:
+            await self._gateway.detach(row.id, reason="stopped", text=row.reason)
+            stage = "detached"
+        except CpuosError as error:
+            _log.warning("gateway not told of an end", sandbox=row.id, error=str(error))
+            stage = "attached"
+        node = self._scheduler.client(row.node)
+        await node.delete(row.id, generation=row.generation)
+        if creation is not None:
+            # Its call to the node may have been under way: what came after the first delete goes with the second.
+            await creation.ended.wait()
+            await node.delete(row.id, generation=row.generation)
+        async with self._database.write() as connection:
+            stopped = await advance(connection, row, verb=Verb.STOPPED, now=self._clock(), gateway_stage=stage)
+        self._scheduler.release(row.id)
+        _log.info("sandbox stopped", sandbox=row.id, reason=row.reason)
+        return stopped or await self._reload(row)
+
+    # --- undo and records ---
+
+    def _fail_unless_kept(self, row: Row[Any]) -> Any:
+        async def fail(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+            if isinstance(error, CpuosError):
+                await self._record_failure(row, error)
+            elif error is not None and not isinstance(error, asyncio.CancelledError):
+                fault = PlatformError("cannot create sandbox: a fault of cpuOS", "the server's log has the details")
+                await self._record_failure(row, fault)
+
+        return fail
+
+    async def _record_failure(self, row: Row[Any], error: CpuosError) -> None:
+        if next_state(SandboxState(row.state), Verb.FAIL) is None:
+            return
+        reason = ": ".join(part for part in (error.what, error.why) if part)
+        async with self._database.write() as connection:
+            await advance(
+                connection,
+                row,
+                verb=Verb.FAIL,
+                now=self._clock(),
+                reason=reason,
+                failure=error.body(),
+                gateway_stage="forgotten",
+            )
+        _log.warning("sandbox failed", sandbox=row.id, reason=reason)
+
+    async def _remove_from_node(self, row: Row[Any]) -> None:
+        try:
+            await self._scheduler.client(row.node).delete(row.id, generation=row.generation)
+        except CpuosError as error:
+            # The reconciler removes what a node still has and no live record owns.
+            _log.warning("node not cleaned", sandbox=row.id, error=str(error))
+
+    async def _forget_quietly(self, sandbox_id: str) -> None:
+        try:
+            await self._gateway.detach(sandbox_id, reason="stopped", text="it was not made")
+            await self._gateway.forget(sandbox_id)
+        except CpuosError as error:
+            _log.warning("gateway not cleaned", sandbox=sandbox_id, error=str(error))
+
+    def _end_creation(self, sandbox_id: str) -> None:
+        creation = self._creations.pop(sandbox_id, None)
+        if creation is not None:
+            creation.ended.set()
+
+    async def _set_gateway_stage(self, row: Row[Any], stage: str) -> None:
+        async with self._database.write() as connection:
+            await update_fields(connection, row, gateway_stage=stage)
+
+    async def _reload(self, row: Row[Any]) -> Row[Any]:
+        async with self._database.read() as connection:
+            current = await row_of(connection, row.id)
+        assert current is not None  # records are never removed
+        return current
+
+    async def _note(self, connection: Any, row: Row[Any], *, action: str, detail: dict[str, Any]) -> None:
+        await self._audit.note(
+            connection,
+            workspace=row.workspace,
+            actor=SYSTEM,
+            action=action,
+            target=row.id,
+            sandbox=row.id,
+            result=AuditResult.OK,
+            detail=detail,
+        )
+
+
+def new_sandbox_id() -> str:
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(20))
+
+
+def demand_of(row: Row[Any]) -> Demand:
+    """What the sandbox on record takes of its node."""
+    return Demand(
+        template=row.template,
+        runtime=row.runtime,
+        min_isolation=Isolation(row.isolation),
+        cpu=row.cpu,
+        memory_mib=row.memory_mib,
+        disk_mib=row.disk_mib,
+    )
+
+
+def _demand(request: SandboxCreate) -> Demand:
+    return Demand(
+        template=request.template,
+        runtime=request.runtime,
+        min_isolation=request.min_isolation,
+        cpu=request.cpu,
+        memory_mib=request.memory_mib,
+        disk_mib=request.disk_mib,
+    )
+
+
+def _hostname(row: Row[Any]) -> str:
+    return row.name or row.id
+
+
+def _node_request(row: Row[Any]) -> NodeSandboxCreate:
+    return NodeSandboxCreate(
+        id=row.id,
+        generation=row.generation,
+        template=row.template,
+        runtime=row.runtime,
+        hostname=_hostname(row),
+        cpu=row.cpu,
+        memory_mib=row.memory_mib,
+        disk_mib=row.disk_mib,
+        max_processes=row.max_processes,
+    )
+
+
+def _died(row: Row[Any], reason: str) -> SandboxGone:
+    return SandboxGone(f"cannot create sandbox: {row.id} died as it started", reason, hint="cpuos create")

@@ -1,0 +1,53 @@
+"""What one workspace may take: calls at once in guard, live sandboxes where they are inserted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from cpuos.errors import LimitReached
+from cpuos.server.db.models import Workspace
+from cpuos.server.db.sandboxes import count_live
+
+__all__ = ["MAX_CALLS", "Quotas"]
+
+# Changing calls of one workspace at once. Above it the answer is a refusal, not a queue without end.
+MAX_CALLS = 512
+
+
+class Quotas:
+    def __init__(self, *, max_calls: int = MAX_CALLS) -> None:
+        self._max_calls = max_calls
+        self._calls: Counter[str] = Counter()
+
+    @contextmanager
+    def hold_call(self, workspace: str) -> Iterator[None]:
+        """One changing call at work."""
+        if self._calls[workspace] >= self._max_calls:
+            raise LimitReached(
+                f"cannot take the call: {self._max_calls} changing calls of this workspace are at work",
+                "each of them waits for a sandbox to be made or ended",
+                hint="repeat when some have ended",
+                details={"limit": "calls", "max": self._max_calls},
+            )
+        self._calls[workspace] += 1
+        try:
+            yield
+        finally:
+            self._calls[workspace] -= 1
+
+    async def check_sandboxes(self, connection: AsyncConnection, workspace: str) -> None:
+        """In the transaction that inserts one more, so that a race cannot pass it."""
+        statement = select(Workspace.max_sandboxes).where(Workspace.id == workspace)
+        limit = (await connection.execute(statement)).scalar_one()
+        if limit is not None and await count_live(connection, workspace) >= limit:
+            raise LimitReached(
+                f"cannot create sandbox: the workspace has its {limit} live sandboxes",
+                "its quota allows no more at once",
+                hint="cpuos ls, then cpuos kill SANDBOX",
+                details={"limit": "sandboxes", "max": limit},
+            )

@@ -1,0 +1,219 @@
+"""The loop that makes records and nodes agree, whatever stopped in between; `decide.py` says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+import structlog
+from sqlalchemy import Row, select
+
+from cpuos.errors import CpuosError
+from cpuos.scheduler.base import Scheduler
+from cpuos.server.clock import Clock
+from cpuos.server.db.database import Database
+from cpuos.server.db.models import SandboxRow
+from cpuos.server.db.sandboxes import find_sandboxes, live_rows
+from cpuos.server.decide import (
+    Action,
+    Expire,
+    FailCreate,
+    FinishCreate,
+    FinishStop,
+    Lose,
+    Record,
+    Remove,
+    World,
+    decide,
+)
+from cpuos.server.journal import JournalIngest
+from cpuos.server.lifecycle import Lifecycle
+from cpuos.server.settlement import Settlement
+from cpuos.server.tasks import Tasks
+from cpuos.types.node import SandboxFacts
+from cpuos.types.sandbox import LIVE_STATES, SandboxState
+
+__all__ = ["Reconciler"]
+
+_log = structlog.get_logger("cpuos.server.reconciler")
+TICK_S = 1.0
+SWEEP_S = 10.0
+CHANGES_WAIT_S = 20.0
+RETRY_S = 0.5
+UNOWNED_GRACE = timedelta(seconds=30)
+# Recorded output of an ended sandbox stays this long on the gateway's disk.
+OUTPUT_KEPT = timedelta(hours=1)
+
+
+class Reconciler:
+    """Each step is safe to repeat, and safe to be cut anywhere."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        scheduler: Scheduler,
+        lifecycle: Lifecycle,
+        journal: JournalIngest,
+        settlement: Settlement,
+        tasks: Tasks,
+        clock: Clock,
+        node: str = "",
+    ) -> None:
+        self._database = database
+        self._scheduler = scheduler
+        self._lifecycle = lifecycle
+        self._journal = journal
+        self._settlement = settlement
+        self._tasks = tasks
+        self._clock = clock
+        self._node = node
+        self._unowned_since: dict[str, datetime] = {}
+        self._loops: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        loops: list[tuple[Callable[[], Awaitable[None]], float]] = [
+            (self.tick, TICK_S),
+            (self.sweep, SWEEP_S),
+            (self.ingest, TICK_S),
+        ]
+        self._loops = [asyncio.create_task(self._repeat(step, every_s)) for step, every_s in loops]
+        self._loops.append(asyncio.create_task(self._watch()))
+
+    async def stop(self) -> None:
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+
+    # --- the steps ---
+
+    async def tick(self) -> None:
+        """What the clock and this server's own records ask for."""
+        await self._apply([], listed_at=None)
+        await self._settlement.run()
+        await self._tell_gateway()
+
+    async def sweep(self) -> None:
+        """Compare everything: all the node has with all that is on record."""
+        await self._scheduler.refresh()
+        listed_at = self._clock()
+        facts = await self._scheduler.client(self._node).list()
+        await self._apply(facts, listed_at=listed_at)
+
+    async def take_changes(self, facts: Sequence[SandboxFacts]) -> None:
+        """News of some sandboxes."""
+        await self._apply(facts, listed_at=None)
+
+    async def ingest(self) -> None:
+        """Take over the gateway's journal."""
+        await self._tasks.share("journal", self._journal.run())
+
+    # --- loops ---
+
+    async def _watch(self) -> None:
+        after = 0
+        while True:
+            try:
+                news = await self._scheduler.client(self._node).changes(after, wait_s=CHANGES_WAIT_S)
+                after = news.seq
+                await self.take_changes(news.changes)
+            except CpuosError as error:
+                _log.warning("node out of reach", error=str(error))
+                after = 0  # a node that restarted counts anew
+                await asyncio.sleep(RETRY_S)
+            except Exception:
+                _log.exception("reconciler step failed", step="changes")
+                await asyncio.sleep(TICK_S)
+
+    async def _repeat(self, step: Callable[[], Awaitable[None]], every_s: float) -> None:
+        while True:
+            wait_s = every_s
+            try:
+                await step()
+            except CpuosError as error:
+                _log.warning("reconciler step put off", step=step.__name__, error=str(error))
+                wait_s = min(every_s, TICK_S)
+            except Exception:
+                _log.exception("reconciler step failed", step=step.__name__)
+            await asyncio.sleep(wait_s)
+
+    # --- deciding and doing ---
+
+    async def _apply(self, facts: Sequence[SandboxFacts], *, listed_at: datetime | None) -> None:
+        rows = await self._rows({one.id for one in facts})
+        now = self._clock()
+        if listed_at is not None:
+            unowned = {one.id for one in facts} - set(rows)
+            self._unowned_since = {key: self._unowned_since.get(key, now) for key in unowned}
+        world = World(
+            now=now,
+            records={row.id: self._record(row) for row in rows.values()},
+            facts=facts,
+            listed_at=listed_at,
+            unowned_since=self._unowned_since,
+            unowned_grace=UNOWNED_GRACE,
+        )
+        told = {one.id: one for one in facts}
+        for action in decide(world):
+            self._tasks.share(f"act {action.id}", self._do(action, row=rows.get(action.id), facts=told.get(action.id)))
+
+    async def _do(self, action: Action, *, row: Row[Any] | None, facts: SandboxFacts | None) -> None:
+        _log.info("reconciler acts", action=type(action).__name__, sandbox=action.id)
+        try:
+            match action:
+                case Lose() if row is not None:
+                    await self._lifecycle.lose(row, reason=action.reason)
+                case FailCreate() if row is not None:
+                    await self._lifecycle.fail_create(row, reason=action.reason)
+                case FinishCreate() if row is not None and facts is not None:
+                    await self._lifecycle.finish_create(row, facts)
+                case FinishStop() if row is not None:
+                    await self._lifecycle.finish_stop(row)
+                case Expire() if row is not None:
+                    await self._lifecycle.expire(row, reason=action.reason)
+                case Remove():
+                    node = row.node if row is not None else self._node
+                    await self._scheduler.client(node).delete(action.id, generation=action.generation)
+        except CpuosError as error:
+            _log.warning("reconciler action put off", action=type(action).__name__, sandbox=action.id, error=str(error))
+
+    async def _rows(self, ids: set[str]) -> dict[str, Row[Any]]:
+        async with self._database.read() as connection:
+            rows = {row.id: row for row in await live_rows(connection)}
+            missing = ids - set(rows)
+            if missing:
+                rows |= {row.id: row for row in await find_sandboxes(connection, missing)}
+        return rows
+
+    def _record(self, row: Row[Any]) -> Record:
+        busy = (
+            self._lifecycle.creation(row.id) is not None
+            or self._tasks.has(f"stop {row.id}")
+            or self._tasks.has(f"act {row.id}")
+        )
+        return Record(
+            id=row.id,
+            generation=row.generation,
+            state=SandboxState(row.state),
+            changed_at=row.changed_at,
+            deadline_at=row.deadline_at,
+            expires_at=row.expires_at,
+            timeout_s=row.timeout_s,
+            busy=busy,
+        )
+
+    async def _tell_gateway(self) -> None:
+        """Ends that the gateway has not heard of, and output that is kept no longer."""
+        ended = SandboxRow.state.not_in([state.value for state in LIVE_STATES])
+        untold = SandboxRow.gateway_stage == "attached"
+        old = (SandboxRow.gateway_stage == "detached") & (SandboxRow.ended_at < self._clock() - OUTPUT_KEPT)
+        statement = select(*SandboxRow.__table__.c).where(ended, untold | old).limit(100)
+        async with self._database.read() as connection:
+            rows = (await connection.execute(statement)).all()
+        for row in rows:
+            if row.gateway_stage == "attached":
+                await self._lifecycle.detach(row)
+            else:
+                await self._lifecycle.forget(row)

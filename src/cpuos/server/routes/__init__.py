@@ -1,0 +1,1 @@
+"""What the API offers; `table.py` is the whole of it on one screen."""

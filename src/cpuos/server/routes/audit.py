@@ -1,0 +1,33 @@
+"""The audit: what was asked, by whom, and how it ended."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query
+
+from cpuos.server.audit import list_entries
+from cpuos.server.routes.called import Called, Plane, find
+from cpuos.types.audit import AuditList
+
+__all__ = ["list_audit"]
+
+
+async def list_audit(
+    plane: Plane,
+    call: Called,
+    sandbox: Annotated[str | None, Query(min_length=1, max_length=63)] = None,
+    action: Annotated[
+        str | None, Query(max_length=63, description="A kind (command.start) or a noun (command).")
+    ] = None,
+    after: Annotated[int, Query(ge=0, le=2**62)] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+) -> AuditList:
+    """Entries of the workspace in the order in which they were recorded; `next_after` pages on."""
+    await plane.take_journal()
+    if sandbox is not None:
+        sandbox = (await find(plane, call, sandbox)).id
+    async with plane.database.read() as connection:
+        return await list_entries(
+            connection, call.actor.workspace, sandbox=sandbox, action=action, after=after, limit=limit
+        )

@@ -1,0 +1,36 @@
+"""The API as one table: who may call what, and as what it is audited."""
+
+from __future__ import annotations
+
+from cpuos.server.auth import Permission as P
+from cpuos.server.guard import Route
+from cpuos.server.routes.access import create_access, create_link
+from cpuos.server.routes.audit import list_audit
+from cpuos.server.routes.installation import get_capacity, get_health, list_nodes, list_templates
+from cpuos.server.routes.sandboxes import (
+    ReplayCreate,
+    create_sandbox,
+    delete_sandbox,
+    get_sandbox,
+    list_sandboxes,
+    update_sandbox,
+)
+
+__all__ = ["ROUTES"]
+
+# fmt: off
+ROUTES: tuple[Route, ...] = (
+    Route(method="POST",   path="/v1/sandboxes",              handler=create_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.create", status=201, replay=ReplayCreate()),
+    Route(method="GET",    path="/v1/sandboxes",              handler=list_sandboxes, permission=P.SANDBOXES_READ),
+    Route(method="GET",    path="/v1/sandboxes/{ref}",        handler=get_sandbox,    permission=P.SANDBOXES_READ),
+    Route(method="PATCH",  path="/v1/sandboxes/{ref}",        handler=update_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.update"),
+    Route(method="DELETE", path="/v1/sandboxes/{ref}",        handler=delete_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.kill"),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/access", handler=create_access,  permission=P.SANDBOXES_ACCESS, audit="access.create"),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/links",  handler=create_link,    permission=P.SANDBOXES_ACCESS, audit="link.create", status=201),
+    Route(method="GET",    path="/v1/audit",                  handler=list_audit,     permission=P.AUDIT_READ),
+    Route(method="GET",    path="/v1/templates",              handler=list_templates, permission=P.NODES_READ),
+    Route(method="GET",    path="/v1/nodes",                  handler=list_nodes,     permission=P.NODES_READ),
+    Route(method="GET",    path="/v1/capacity",               handler=get_capacity,   permission=P.NODES_READ),
+    Route(method="GET",    path="/v1/health",                 handler=get_health,     permission=None),
+)
+# fmt: on

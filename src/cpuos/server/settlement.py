@@ -1,0 +1,65 @@
+"""Ends what an earlier process, or a handler past its deadline, left open: outcomes in the audit, idempotency keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+from sqlalchemy import Row, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from cpuos.errors import ERRORS
+from cpuos.server.audit import Audit
+from cpuos.server.db.database import Database
+from cpuos.server.db.models import SandboxRow
+from cpuos.server.db.sandboxes import sandbox_of
+from cpuos.server.idempotency import Idempotency
+from cpuos.types.audit import AuditResult
+from cpuos.types.sandbox import SandboxState
+
+__all__ = ["Settlement", "failure_status", "kept_answer"]
+
+_log = structlog.get_logger("cpuos.server.settlement")
+
+
+class Settlement:
+    def __init__(self, *, database: Database, audit: Audit, idempotency: Idempotency) -> None:
+        self._database = database
+        self._audit = audit
+        self._idempotency = idempotency
+
+    async def run(self) -> None:
+        async with self._database.read() as connection:
+            left = await self._audit.open_intents(connection)
+        for intent in left:
+            async with self._database.write() as connection:
+                await self._settle(connection, intent)
+
+    async def _settle(self, connection: AsyncConnection, intent: Row[Any]) -> None:
+        made = select(*SandboxRow.__table__.c).where(SandboxRow.intent == intent.id)
+        row = (await connection.execute(made)).one_or_none() if intent.action == "sandbox.create" else None
+        if row is None:
+            detail = {"reason": "the server ended before it could say how this ended"}
+            await self._audit.conclude(connection, intent.id, result=AuditResult.UNKNOWN, detail=detail)
+            await self._idempotency.free(connection, intent=intent.id)
+        elif row.state == SandboxState.CREATING.value:
+            return  # not decided yet: the reconciler is at it
+        elif row.failure is not None:
+            detail = {"code": row.failure["error"]["code"], "what": row.failure["error"]["what"]}
+            await self._audit.conclude(connection, intent.id, result=AuditResult.ERROR, sandbox=row.id, detail=detail)
+            await self._idempotency.finish(
+                connection, intent=intent.id, status=failure_status(row.failure), answer=row.failure
+            )
+        else:
+            await self._audit.conclude(connection, intent.id, result=AuditResult.OK, sandbox=row.id)
+            await self._idempotency.finish(connection, intent=intent.id, status=201, answer=kept_answer(row))
+        _log.info("open intent settled", intent=intent.id, action=intent.action)
+
+
+def kept_answer(row: Row[Any]) -> dict[str, Any]:
+    """What is stored of a create's answer: all but the ticket, which each repeat gets anew."""
+    return {"sandbox": sandbox_of(row).model_dump(mode="json")}
+
+
+def failure_status(body: dict[str, Any]) -> int:
+    return ERRORS[body["error"]["code"]][1]

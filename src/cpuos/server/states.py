@@ -1,0 +1,66 @@
+"""The one state table: in which state which verb leads to which state."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from cpuos.errors import Conflict, CpuosError, SandboxGone
+from cpuos.types.sandbox import SandboxState
+
+__all__ = ["TRANSITIONAL_STATES", "TRANSITIONS", "Verb", "next_state", "sources", "unusable"]
+
+
+class Verb(StrEnum):
+    STARTED = "started"
+    """The sandbox runs and its agent has answered."""
+    FAIL = "fail"
+    """It never ran; all that was made of it is undone."""
+    STOP = "stop"
+    """Kill was asked, or its time ended."""
+    STOPPED = "stopped"
+    """Nothing is left of it on the node."""
+    LOSE = "lose"
+    """It died without being asked to."""
+    PAUSE = "pause"
+    PAUSED = "paused"
+    RESUME = "resume"
+    RESUMED = "resumed"
+    RECREATE = "recreate"
+    """Same id, next generation, from what was saved."""
+
+
+S = SandboxState
+TRANSITIONS: dict[SandboxState, dict[Verb, SandboxState]] = {
+    S.CREATING: {Verb.STARTED: S.RUNNING, Verb.FAIL: S.FAILED, Verb.STOP: S.STOPPING},
+    S.RUNNING: {Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST, Verb.PAUSE: S.PAUSING},
+    S.PAUSING: {Verb.PAUSED: S.PAUSED, Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST},
+    S.PAUSED: {Verb.RESUME: S.RESUMING, Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST},
+    S.RESUMING: {Verb.RESUMED: S.RUNNING, Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST},
+    S.STOPPING: {Verb.STOPPED: S.STOPPED},
+    S.STOPPED: {},
+    S.FAILED: {},
+    S.LOST: {Verb.RECREATE: S.CREATING},
+}
+
+TRANSITIONAL_STATES = frozenset({S.CREATING, S.PAUSING, S.RESUMING, S.STOPPING})
+"""States that some work must end; the reconciler sees to it that they do."""
+
+
+def next_state(state: SandboxState, verb: Verb) -> SandboxState | None:
+    """Where the verb leads from here; None when it is not allowed here."""
+    return TRANSITIONS[state].get(verb)
+
+
+def sources(verb: Verb) -> frozenset[SandboxState]:
+    """The states that allow the verb."""
+    return frozenset(state for state, verbs in TRANSITIONS.items() if verb in verbs)
+
+
+def unusable(ref: str, state: SandboxState, *, reason: str, action: str) -> CpuosError:
+    """Why an action that needs a running sandbox cannot be done in this state."""
+    what = f"cannot {action}: sandbox {ref} is {state.value}"
+    if state is SandboxState.LOST:
+        return SandboxGone(what, reason, code="sandbox_lost", hint="cpuos create")
+    if state in (SandboxState.STOPPING, SandboxState.STOPPED):
+        return SandboxGone(what, reason, code="sandbox_stopped", hint="cpuos create")
+    return Conflict(what, reason, hint=f"cpuos ls --json | grep {ref}", details={"state": state.value})

@@ -1,0 +1,60 @@
+"""Work that outlives the call that asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import structlog
+
+__all__ = ["Tasks"]
+
+T = TypeVar("T")
+_log = structlog.get_logger("cpuos.server.tasks")
+
+
+class Tasks:
+    """Holds running tasks; a client that goes away cancels none of them. Shared work is found by its key."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self._shared: dict[str, asyncio.Task[Any]] = {}
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def share(self, key: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start the work, or join what runs under the same key."""
+        running = self._shared.get(key)
+        if running is not None:
+            work.close()
+            return running
+        task = self.start(work)
+        self._shared[key] = task
+        task.add_done_callback(lambda _: self._shared.pop(key, None))
+        return task
+
+    def has(self, key: str) -> bool:
+        return key in self._shared
+
+    async def idle(self) -> None:
+        """Until nothing runs any more."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def close(self, *, grace_s: float) -> None:
+        """Wait for what runs; then cancel the rest."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=grace_s)
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.debug("task ended with an error", error=repr(error))

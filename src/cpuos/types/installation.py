@@ -1,0 +1,59 @@
+"""What an installation has: templates, nodes, room, health."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from cpuos.types.base import Answer
+from cpuos.types.node import RuntimeFacts, TemplateFacts
+
+__all__ = ["Amount", "Capacity", "Health", "Node", "NodeList", "PartHealth", "TemplateList"]
+
+
+class TemplateList(Answer):
+    templates: list[TemplateFacts]
+
+
+class Node(Answer):
+    name: str
+    version: str
+    reachable: bool
+    runtimes: list[RuntimeFacts]
+    templates: list[TemplateFacts]
+    cpu: int
+    memory_mib: int
+    disk_mib: int
+    max_sandboxes: int
+
+
+class NodeList(Answer):
+    nodes: list[Node]
+
+
+class Amount(Answer):
+    total: float
+    reserved: float
+
+
+class Capacity(Answer):
+    """Room for sandboxes over all nodes."""
+
+    sandboxes: Amount
+    cpu: Amount
+    """Total counts the overcommit factor."""
+    memory_mib: Amount
+    disk_mib: Amount
+
+
+class PartHealth(Answer):
+    status: Literal["ok", "unavailable"]
+    reason: str = ""
+
+
+class Health(Answer):
+    status: Literal["ok", "degraded"]
+    """degraded: a part is out of reach."""
+    version: str
+    parts: dict[str, PartHealth] = Field(default_factory=dict)

@@ -1,0 +1,261 @@
+"""A control plane in process: real database, real application; node and gateway are fakes that can be made to fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from cpuos.errors import Conflict, CpuosError, Unavailable
+from cpuos.node.client import Changes
+from cpuos.server.app import create_app
+from cpuos.server.control_plane import ControlPlane, ServerOptions, open_control_plane
+from cpuos.server.first_start import make_first_key
+from cpuos.server.gateway import JournalPage
+from cpuos.types.node import NodeFacts, NodeSandboxCreate, RuntimeFacts, SandboxFacts, SandboxStats, TemplateFacts
+from cpuos.types.sandbox import Isolation
+
+
+class ManualClock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        self.now += timedelta(microseconds=1)
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+
+class FakeNode:
+    """Sandboxes as facts in memory, with the node's fences: generations, idempotent delete, numbered changes."""
+
+    def __init__(self) -> None:
+        self.sandboxes: dict[str, SandboxFacts] = {}
+        self.fenced: dict[str, int] = {}
+        self.log: list[SandboxFacts] = []
+        self.reachable = True
+        self.create_error: CpuosError | None = None
+        self.create_gate = asyncio.Event()
+        self.create_gate.set()
+        self.answer_gate = asyncio.Event()
+        self.answer_gate.set()
+        self.calls: Counter[str] = Counter()
+        self.capacity = {"cpu": 16, "memory_mib": 65536, "disk_mib": 1 << 20, "max_sandboxes": 1000}
+        self.runtimes = [
+            RuntimeFacts(name="gvisor", available=True, isolation=Isolation.GVISOR, detail="systrap"),
+            RuntimeFacts(
+                name="firecracker", available=False, isolation=Isolation.MICROVM, detail="", reason="no /dev/kvm"
+            ),
+        ]
+        self._news = asyncio.Condition()
+
+    async def facts(self) -> NodeFacts:
+        self._demand_reachable()
+        templates = [TemplateFacts(name=name, digest=f"sha256:{name}", size_bytes=1) for name in ("base", "python")]
+        return NodeFacts(
+            node="node-1", version="0.1.0", boot_id="boot", runtimes=self.runtimes, templates=templates, **self.capacity
+        )
+
+    async def create(self, request: NodeSandboxCreate) -> SandboxFacts:
+        self.calls["create"] += 1
+        self._demand_reachable()
+        await self.create_gate.wait()
+        if self.create_error is not None:
+            raise self.create_error
+        if self.fenced.get(request.id, 0) >= request.generation:
+            raise Conflict("cannot create: deleted meanwhile", code="stale_generation")
+        facts = self.sandboxes.get(request.id) or SandboxFacts(
+            id=request.id,
+            generation=request.generation,
+            alive=True,
+            runtime=request.runtime,
+            isolation=Isolation.GVISOR,
+            isolation_detail="systrap",
+            template=request.template,
+            template_digest=f"sha256:{request.template}",
+            started_at=datetime.now(UTC),
+        )
+        self.sandboxes[request.id] = facts
+        await self._tell(facts)
+        await self.answer_gate.wait()
+        self._demand_reachable()
+        return facts
+
+    async def get(self, sandbox_id: str) -> SandboxFacts:
+        self._demand_reachable()
+        return self.sandboxes[sandbox_id]
+
+    async def list(self) -> list[SandboxFacts]:
+        self._demand_reachable()
+        return list(self.sandboxes.values())
+
+    async def delete(self, sandbox_id: str, *, generation: int) -> None:
+        self.calls["delete"] += 1
+        self._demand_reachable()
+        self.fenced[sandbox_id] = max(generation, self.fenced.get(sandbox_id, 0))
+        facts = self.sandboxes.pop(sandbox_id, None)
+        if facts is not None:
+            await self._tell(facts.model_copy(update={"alive": False, "exit_reason": "deleted"}))
+
+    async def stats(self, sandbox_id: str) -> SandboxStats:
+        self._demand_reachable()
+        return SandboxStats(id=sandbox_id, memory_bytes=1, cpu_seconds=0, processes=1, disk_used_bytes=0)
+
+    async def changes(self, after: int, *, wait_s: float = 25.0) -> Changes:
+        self._demand_reachable()
+        if after == 0:
+            return Changes(seq=max(1, len(self.log)), changes=list(self.sandboxes.values()))
+        async with self._news:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._news.wait_for(lambda: len(self.log) > after)
+            except TimeoutError:
+                pass
+        self._demand_reachable()
+        return Changes(seq=max(after, len(self.log)), changes=self.log[after:])
+
+    async def aclose(self) -> None:
+        return None
+
+    async def die(self, sandbox_id: str, reason: str = "killed by the kernel: out of memory") -> None:
+        dead = self.sandboxes[sandbox_id].model_copy(update={"alive": False, "exit_reason": reason})
+        self.sandboxes[sandbox_id] = dead
+        await self._tell(dead)
+
+    async def _tell(self, facts: SandboxFacts) -> None:
+        async with self._news:
+            self.log.append(facts)
+            self._news.notify_all()
+
+    def _demand_reachable(self) -> None:
+        if not self.reachable:
+            raise Unavailable("cannot reach the node daemon", "it is down", code="node_unavailable")
+
+
+class FakeGateway:
+    """Remembers what it was told, and serves a journal."""
+
+    def __init__(self) -> None:
+        self.attached: dict[str, int] = {}
+        self.ended: dict[str, str] = {}
+        self.forgotten: set[str] = set()
+        self.reachable = True
+        self.attach_error: CpuosError | None = None
+        self.attach_gate = asyncio.Event()
+        self.attach_gate.set()
+        self.source = "gateway-1"
+        self.entries: list[dict[str, Any]] = []
+
+    async def attach(self, sandbox_id: str, *, generation: int, workspace: str, hostname: str, wait_s: float) -> None:
+        self._demand_reachable()
+        await self.attach_gate.wait()
+        if self.attach_error is not None:
+            raise self.attach_error
+        self.attached[sandbox_id] = generation
+
+    async def detach(self, sandbox_id: str, *, reason: str, text: str) -> None:
+        self._demand_reachable()
+        if self.attached.pop(sandbox_id, None) is not None:
+            self.ended[sandbox_id] = reason
+
+    async def forget(self, sandbox_id: str) -> None:
+        self._demand_reachable()
+        self.forgotten.add(sandbox_id)
+
+    async def journal(self, after: int, *, limit: int) -> JournalPage:
+        self._demand_reachable()
+        entries = [entry for entry in self.entries if entry["seq"] > after][:limit]
+        return JournalPage(source=self.source, entries=entries, next=entries[-1]["seq"] if entries else after)
+
+    async def revoke(self, **which: str) -> None:
+        self._demand_reachable()
+
+    async def health(self) -> None:
+        self._demand_reachable()
+
+    async def aclose(self) -> None:
+        return None
+
+    def _demand_reachable(self) -> None:
+        if not self.reachable:
+            raise Unavailable("cannot reach the gateway", "it is down", code="gateway_unavailable")
+
+
+@dataclass(kw_only=True)
+class Installation:
+    """What outlives the server: its database and keys, the node, the gateway."""
+
+    folder: Path
+    node: FakeNode = field(default_factory=FakeNode)
+    gateway: FakeGateway = field(default_factory=FakeGateway)
+    clock: ManualClock = field(default_factory=ManualClock)
+    key: str = ""
+
+    @asynccontextmanager
+    async def serve(self, *, reconcile: bool = False, **options: Any) -> AsyncIterator[Server]:
+        """One run of the server. Leaving the block ends it."""
+        chosen = {"stop_grace_s": 5.0, **options}
+        described = ServerOptions(
+            database_url=f"sqlite+aiosqlite:///{self.folder / 'cpuos.db'}",
+            ticket_key=self.folder / "ticket.key",
+            data_url=lambda: "http://127.0.0.1:7071",
+            **chosen,
+        )
+        opened = open_control_plane(
+            described, node=self.node, gateway=self.gateway, clock=self.clock, reconcile=reconcile
+        )
+        async with opened as plane:
+            self.key = await make_first_key(plane.database, self.clock) or self.key
+            transport = httpx2.ASGITransport(app=create_app(plane))
+            headers = {"authorization": f"Bearer {self.key}"}
+            async with httpx2.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
+                yield Server(plane=plane, http=http, installation=self)
+
+
+@dataclass(kw_only=True)
+class Server:
+    plane: ControlPlane
+    http: httpx2.AsyncClient
+    installation: Installation
+
+    async def create(self, *, key: str | None = None, **body: Any) -> httpx2.Response:
+        headers = {"idempotency-key": key} if key else {}
+        return await self.http.post("/v1/sandboxes", json=body, headers=headers)
+
+    async def created(self, **body: Any) -> dict[str, Any]:
+        answer = await self.create(**body)
+        assert answer.status_code == 201, answer.text
+        return answer.json()["sandbox"]
+
+    async def get(self, ref: str) -> dict[str, Any]:
+        answer = await self.http.get(f"/v1/sandboxes/{ref}")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def kill(self, ref: str) -> httpx2.Response:
+        return await self.http.delete(f"/v1/sandboxes/{ref}")
+
+    async def settle(self) -> None:
+        """Let the reconciler do all it has to do."""
+        reconciler = self.plane.reconciler
+        for step in (reconciler.sweep, reconciler.tick):
+            try:
+                await step()
+            except CpuosError:
+                pass
+            await self.plane.tasks.idle()
+
+
+def error_of(answer: httpx2.Response) -> dict[str, Any]:
+    return answer.json()["error"]
