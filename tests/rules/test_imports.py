@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"errors", "types", "plugins", "settings", "node.client"},
     "server": {"errors", "types", "plugins", "settings", "scheduler", "node.client"},
     "profiles": {"cpuos", "errors", "types"},
-    "setup": {"errors", "types", "plugins", "settings"},
+    "setup": {"cpuos", "errors", "types", "plugins", "settings"},
     "services": {"errors", "types", "settings", "setup"},
     "cli": {"cpuos", "errors", "types", "client"},
 }

@@ -24,6 +24,8 @@ def test_files_stay_readable() -> None:
 def test_functions_stay_readable() -> None:
     long = {}
     for path in _sources():
+        if "migrations" in path.parts:  # a table in words, one line a column
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 # The body, without signature and docstring: a signature with one line an option is a table.

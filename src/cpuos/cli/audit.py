@@ -8,7 +8,7 @@ import typer
 
 from cpuos.cli.output import JsonOption, current_output
 
-__all__ = ["register"]
+__all__ = ["list_audit", "register"]
 
 
 def register(app: typer.Typer) -> None:

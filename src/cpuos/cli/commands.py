@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cpuos import Job, Sandbox
     from cpuos.types.command import Command
 
-__all__ = ["find_job", "register"]
+__all__ = ["find_job", "kill", "list_commands", "register", "show_output"]
 
 
 def register(app: typer.Typer) -> None:

@@ -15,7 +15,7 @@ from cpuos.errors import InvalidRequest
 if TYPE_CHECKING:
     from cpuos import Sandbox
 
-__all__ = ["register", "split_place"]
+__all__ = ["copy", "register", "split_place"]
 
 
 def register(app: typer.Typer) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cpuos import Result, Sandbox
     from cpuos.types.command import Command
 
-__all__ = ["register"]
+__all__ = ["CommandLine", "execute", "register"]
 
 
 def register(app: typer.Typer) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from cpuos.cli.output import JsonOption
 
-__all__ = ["register"]
+__all__ = ["doctor", "down", "register", "setup", "status", "uninstall", "up"]
 
 
 def register(app: typer.Typer) -> None:

@@ -19,7 +19,7 @@ from cpuos.cli import audit, commands, copies, exec, machine, overview, profiles
 from cpuos.cli.output import JsonOption, Output
 from cpuos.errors import CpuosError, InvalidRequest, PlatformError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "show_overview"]
 
 # As `docker run`: a code that the program inside is unlikely to use says that the failure is ours.
 EXEC_FAILURE = 125

@@ -14,7 +14,7 @@ from cpuos.cli.results import exit_code_of
 if TYPE_CHECKING:
     from cpuos.profiles.evidence import Evidence
 
-__all__ = ["register"]
+__all__ = ["list_profiles", "register", "run_profile"]
 
 
 def register(app: typer.Typer) -> None:

@@ -14,7 +14,7 @@ from cpuos.errors import InvalidRequest
 if TYPE_CHECKING:
     from cpuos import Sandbox
 
-__all__ = ["connected", "parse_pairs", "register"]
+__all__ = ["connected", "create", "list_sandboxes", "parse_pairs", "register"]
 
 
 def register(app: typer.Typer) -> None:

@@ -18,7 +18,7 @@ from cpuos.errors import InvalidRequest
 if TYPE_CHECKING:
     from cpuos import Sandbox
 
-__all__ = ["register", "run_terminal"]
+__all__ = ["open_shell", "register", "run_terminal"]
 
 
 def register(app: typer.Typer) -> None:

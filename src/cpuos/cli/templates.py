@@ -6,7 +6,7 @@ import typer
 
 from cpuos.cli.output import JsonOption, current_output
 
-__all__ = ["register"]
+__all__ = ["list_templates", "register"]
 
 
 def register(app: typer.Typer) -> None:
