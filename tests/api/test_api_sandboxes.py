@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from control_plane import Server, error_of
-
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
 
