@@ -1,0 +1,264 @@
+"""GvisorRuntime: starts, watches, measures and ends sandboxes. See runtimes/base.py for what each verb promises."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import structlog
+
+from cpuos.errors import CpuosError, NotFound, PlatformError
+from cpuos.plugins import RuntimeHost
+from cpuos.runtimes.base import Capability, Probe, Process, RuntimeStats, SandboxSpec
+from cpuos.runtimes.gvisor.bundle import runsc_flags, write_bundle
+from cpuos.runtimes.gvisor.probe import probe_gvisor
+from cpuos.runtimes.gvisor.program import Runsc
+from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
+from cpuos.runtimes.gvisor.version import RUNSC_VERSION
+from cpuos.runtimes.gvisor.watchdog import MemoryWatchdog, OomKill, VictimWorker
+from cpuos.runtimes.limits import ControlGroups
+from cpuos.types.sandbox import Isolation
+
+__all__ = ["GvisorRuntime"]
+
+_START_S = 30.0
+_DELETE_S = 15.0
+_KEPT_KILLS = 256
+# runsc's state files: ID_sandbox:ID.state and .lock.
+_STATE_FILE = re.compile(r"([a-z0-9]{20})_sandbox:\1\.(state|lock)")
+
+log = structlog.get_logger("cpuos.node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    pidfd: int
+    workdir: Path
+    ended: asyncio.Future[str]
+
+
+class GvisorRuntime:
+    name: ClassVar[str] = "gvisor"
+    isolation: ClassVar[Isolation] = Isolation.GVISOR
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+
+    def __init__(self, host: RuntimeHost, *, on_oom: Callable[[OomKill], None] | None = None) -> None:
+        self._run_dir = host.run_dir
+        self._runsc = Runsc(host.data_dir / "bin" / "runsc" / RUNSC_VERSION / "runsc", root=host.run_dir / "root")
+        self._runsc.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._groups = ControlGroups(host.instance_id)
+        self._worker = VictimWorker()
+        self._watchdog = MemoryWatchdog(self._groups, worker=self._worker, on_kill=self._note_kill)
+        self._on_oom = on_oom
+        self._running: dict[str, _Running] = {}
+        self.oom_kills: deque[OomKill] = deque(maxlen=_KEPT_KILLS)
+        """The latest processes that were killed for memory, oldest first."""
+
+    async def probe(self) -> Probe:
+        return await probe_gvisor(self._runsc, folder=self._run_dir)
+
+    async def start(self, spec: SandboxSpec) -> Process:
+        try:
+            return await self._start(spec)
+        except BaseException:
+            await self.destroy(spec.id)
+            raise
+
+    async def adopt(self, spec: SandboxSpec, process: Process) -> bool:
+        if spec.id in self._running:
+            return True
+        pidfd = _open_process(process)
+        if pidfd is None:
+            return False
+        await self._worker.start()
+        try:
+            self._watch(spec, pidfd)
+        except OSError:  # its control group is gone
+            self._forget(spec.id)
+            return False
+        return True
+
+    async def wait(self, sandbox_id: str) -> str:
+        running = self._running.get(sandbox_id)
+        if running is None:
+            raise _not_found("wait for", sandbox_id)
+        return await asyncio.shield(running.ended)
+
+    async def destroy(self, sandbox_id: str) -> None:
+        await self._watchdog.unwatch(sandbox_id)
+        try:
+            outcome = await self._runsc.call("delete", "-force", sandbox_id, timeout_s=_DELETE_S)
+            if outcome.returncode != 0:
+                log.warning("runsc delete failed", sandbox=sandbox_id, output=outcome.output[-500:])
+        except CpuosError as problem:
+            log.warning("runsc delete failed", sandbox=sandbox_id, output=problem.why)
+        try:
+            await asyncio.to_thread(self._remove_traces, sandbox_id)
+        except OSError as problem:
+            raise PlatformError(f"cannot remove sandbox {sandbox_id}", str(problem)) from problem
+        self._forget(sandbox_id)
+
+    async def stats(self, sandbox_id: str) -> RuntimeStats:
+        if sandbox_id not in self._running:
+            raise _not_found("measure", sandbox_id)
+        try:
+            gauge = self._groups.gauge(sandbox_id)
+            try:
+                memory_bytes = gauge.read()
+            finally:
+                gauge.close()
+            cpu_seconds = self._groups.cpu_seconds(sandbox_id)
+        except OSError as problem:
+            raise _not_found("measure", sandbox_id) from problem
+        processes = await self._control(sandbox_id).count_processes()
+        return RuntimeStats(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, processes=processes)
+
+    async def leftovers(self) -> list[str]:
+        found = {match[1] for name in os.listdir(self._runsc.root) if (match := _STATE_FILE.fullmatch(name))}
+        return sorted(found | set(await asyncio.to_thread(self._groups.list)))
+
+    async def close(self) -> None:
+        """Stop watching; sandboxes run on."""
+        await self._watchdog.close()
+        await self._worker.close()
+        for sandbox_id in list(self._running):
+            self._forget(sandbox_id)
+
+    def _control(self, sandbox_id: str) -> ControlSocket:
+        return ControlSocket(self._runsc.root / f"runsc-{sandbox_id}.sock", sandbox_id=sandbox_id)
+
+    async def _start(self, spec: SandboxSpec) -> Process:
+        logs = spec.workdir / "runsc.log"
+        pid_file = spec.workdir / "pid"
+        flags = runsc_flags(
+            root=self._runsc.root,
+            overlay=spec.disk / "overlay",
+            log=logs,
+            panic_log=spec.workdir / "panic.log",
+        )
+        self._groups.prepare()
+        bundle = write_bundle(spec, cgroups_path=self._groups.oci_path(spec.id))
+        worker = asyncio.create_task(self._worker.start())
+        status = await self._runsc.run_detached(
+            spec.id, flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S
+        )
+        await worker
+        if status != 0:
+            raise PlatformError(
+                f"cannot start sandbox {spec.id}",
+                f"runsc ended with {status}: {_last_error(logs)}",
+                hint="cpuos doctor",
+            )
+        process = _identify(int(pid_file.read_text()))
+        pidfd = _open_process(process) if process is not None else None
+        if process is None or pidfd is None:
+            raise PlatformError(f"cannot start sandbox {spec.id}", "its process ended at once")
+        self._watch(spec, pidfd)
+        # The agent runs by now but takes no command before the node's identity statement: the limit is in time.
+        await self._limit_processes(spec)
+        return process
+
+    async def _limit_processes(self, spec: SandboxSpec) -> None:
+        try:
+            await self._control(spec.id).set_process_limit(spec.max_processes)
+        except UrpcFailure as problem:
+            log.warning("control socket failed, asking runsc", sandbox=spec.id, why=problem.why)
+            where = ("pids", f"/{spec.id}", "pids.max")
+            outcome = await self._runsc.call("write-control", spec.id, *where, str(spec.max_processes), timeout_s=5)
+            if outcome.returncode != 0:
+                raise
+
+    def _watch(self, spec: SandboxSpec, pidfd: int) -> None:
+        loop = asyncio.get_running_loop()
+        running = _Running(pidfd=pidfd, workdir=spec.workdir, ended=loop.create_future())
+        self._running[spec.id] = running
+        loop.add_reader(pidfd, self._ended, spec.id)
+        self._watchdog.watch(spec.id, limit_bytes=spec.memory_mib << 20, control=self._control(spec.id))
+
+    def _ended(self, sandbox_id: str) -> None:
+        running = self._running[sandbox_id]
+        asyncio.get_running_loop().remove_reader(running.pidfd)
+        if not running.ended.done():
+            running.ended.set_result(self._reason(sandbox_id, running))
+
+    def _reason(self, sandbox_id: str, running: _Running) -> str:
+        if any(kill.sandbox_id == sandbox_id and kill.pid == 0 for kill in self.oom_kills):
+            return "it was out of memory and no longer answered, so it was killed"
+        if self._groups.was_oom_killed(sandbox_id):
+            return "it reached its memory limit and the host's kernel killed it"
+        with suppress(OSError):
+            if (running.workdir / "panic.log").stat().st_size > 0:
+                return "gVisor's kernel stopped with an error; its panic.log on the node has the details"
+        return "its process ended"
+
+    def _forget(self, sandbox_id: str) -> None:
+        running = self._running.pop(sandbox_id, None)
+        if running is None:
+            return
+        asyncio.get_running_loop().remove_reader(running.pidfd)
+        os.close(running.pidfd)
+        if not running.ended.done():
+            running.ended.set_result("it was ended by its node")
+
+    def _note_kill(self, kill: OomKill) -> None:
+        self.oom_kills.append(kill)
+        if self._on_oom is not None:
+            self._on_oom(kill)
+
+    def _remove_traces(self, sandbox_id: str) -> None:
+        """What `runsc delete` leaves where it could not do its work."""
+        self._groups.kill(sandbox_id)
+        self._groups.remove(sandbox_id)
+        names = (f"{sandbox_id}_sandbox:{sandbox_id}.state", f"{sandbox_id}_sandbox:{sandbox_id}.lock")
+        for name in (*names, f"runsc-{sandbox_id}.sock"):
+            (self._runsc.root / name).unlink(missing_ok=True)
+
+
+def _identify(pid: int) -> Process | None:
+    """The process now behind this number, unless it is dead (a zombie counts as dead)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name in brackets may hold spaces and brackets: fields count from the last one.
+    fields = text[text.rindex(")") + 2 :].split()
+    state, start_time = fields[0], int(fields[19])
+    return None if state in "ZX" else Process(pid=pid, start_time=start_time)
+
+
+def _open_process(process: Process) -> int | None:
+    """A descriptor of exactly this process: the number is checked again once the descriptor holds it."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    if _identify(process.pid) == process:
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def _last_error(logs: Path) -> str:
+    """The last line that runsc wrote, cut to size."""
+    try:
+        with logs.open("rb") as file:
+            file.seek(max(0, logs.stat().st_size - 8192))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return "it left no log"
+    try:
+        return str(json.loads(lines[-1])["msg"])[:500]
+    except (IndexError, ValueError, KeyError, TypeError):
+        return (lines[-1] if lines else "it left no log")[:500]
+
+
+def _not_found(verb: str, sandbox_id: str) -> NotFound:
+    return NotFound(f"cannot {verb} sandbox {sandbox_id}", "it does not run here", code="sandbox_not_found")

@@ -1,0 +1,20 @@
+"""The one runsc version that the control-socket client, the spec and the flags are written against."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+__all__ = ["RUNSC_VERSION", "has_pinned_version"]
+
+RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
+
+# A Go program carries the versions of its modules as tab-separated lines (debug/buildinfo); one built by `go install`
+# has no other mark of its version.
+_MARK = f"gvisor.dev/gvisor\t{RUNSC_VERSION}\t".encode()
+
+
+def has_pinned_version(program: Path) -> bool:
+    """Whether this program was built from the pinned gVisor module."""
+    with program.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(_MARK) >= 0

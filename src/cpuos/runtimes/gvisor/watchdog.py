@@ -1,0 +1,175 @@
+"""Keeps a sandbox below its memory limit by killing its biggest process, before the host kills all of it.
+
+gVisor has no OOM killer of its own: at the limit of the host's control group the host kills the sentry, and with it
+everything. So the group's memory is looked at often, and from 80 % on the largest guest process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from cpuos.errors import PlatformError
+from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
+from cpuos.runtimes.gvisor.victim import NOBODY_TO_KILL
+from cpuos.runtimes.limits import ControlGroups, MemoryGauge
+
+__all__ = ["MemoryWatchdog", "OomKill", "VictimWorker"]
+
+_THRESHOLD = 0.8
+_POLL_S = 0.02
+_SLOW_POLL_S = 0.2
+# No guest was seen to fill memory faster; what is left below the threshold lasts at least this long.
+_FILL_BYTES_PER_S = 4 << 30
+_CHOICE_S = 2.0
+# How long a killed process may take to give its memory back before the next is chosen.
+_RELIEF_S = 0.5
+
+log = structlog.get_logger("cpuos.node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomKill:
+    """One guest process that was killed for memory."""
+
+    sandbox_id: str
+    pid: int
+    """Its number in the sandbox; 0 when the whole sandbox had to go."""
+    at: float
+    """Unix time."""
+
+
+class VictimWorker:
+    """The unprivileged worker process, started when first needed and again when it is gone."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._questions: socket.socket | None = None
+
+    async def start(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            return
+        await self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-I", "-m", "cpuos.runtimes.gvisor.victim", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                stderr=DEVNULL,
+                env={},
+            )
+        except OSError as problem:
+            ours.close()
+            raise PlatformError("cannot start the memory watchdog's worker", str(problem)) from problem
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._questions = ours
+
+    async def choose(self, control: socket.socket) -> int | None:
+        """The guest process to kill behind this control socket, NOBODY_TO_KILL, or None without a valid answer."""
+        with control:
+            await self.start()
+            assert self._questions is not None
+            ours, theirs = socket.socketpair()
+            with ours:
+                ours.setblocking(False)
+                with theirs:
+                    try:
+                        socket.send_fds(self._questions, [b"?"], [control.fileno(), theirs.fileno()])
+                    except OSError:
+                        return None
+                try:
+                    async with asyncio.timeout(_CHOICE_S):
+                        text = await asyncio.get_running_loop().sock_recv(ours, 16)
+                except (OSError, TimeoutError):
+                    return None
+        return int(text) if text.isdigit() else None
+
+    async def close(self) -> None:
+        if self._questions is not None:
+            self._questions.close()
+            self._questions = None
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+            self._process = None
+
+
+class MemoryWatchdog:
+    """One task for each sandbox that is watched."""
+
+    def __init__(self, groups: ControlGroups, *, worker: VictimWorker, on_kill: Callable[[OomKill], None]) -> None:
+        self._groups = groups
+        self._worker = worker
+        self._on_kill = on_kill
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def watch(self, sandbox_id: str, *, limit_bytes: int, control: ControlSocket) -> None:
+        gauge = self._groups.gauge(sandbox_id)
+        task = asyncio.create_task(
+            self._watch(sandbox_id, gauge, threshold=int(limit_bytes * _THRESHOLD), control=control)
+        )
+        self._tasks[sandbox_id] = task
+
+    async def unwatch(self, sandbox_id: str) -> None:
+        """Not watched is fine."""
+        task = self._tasks.pop(sandbox_id, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def close(self) -> None:
+        for sandbox_id in list(self._tasks):
+            await self.unwatch(sandbox_id)
+
+    async def _watch(self, sandbox_id: str, gauge: MemoryGauge, *, threshold: int, control: ControlSocket) -> None:
+        try:
+            while True:
+                used = gauge.read(above=threshold)
+                if used > threshold:
+                    await self._relieve(sandbox_id, gauge, threshold=threshold, control=control)
+                    await asyncio.sleep(_POLL_S)
+                else:
+                    await asyncio.sleep(min(_SLOW_POLL_S, max(_POLL_S, (threshold - used) / _FILL_BYTES_PER_S)))
+        except OSError:
+            pass  # the group went with its sandbox
+        except Exception:
+            log.exception("memory watchdog failed", sandbox=sandbox_id)
+        finally:
+            gauge.close()
+
+    async def _relieve(self, sandbox_id: str, gauge: MemoryGauge, *, threshold: int, control: ControlSocket) -> None:
+        try:
+            victim = await self._worker.choose(control.connect())
+            if victim is not None and victim != NOBODY_TO_KILL:
+                await control.kill(victim)
+        except UrpcFailure as problem:
+            log.warning("no answer under memory pressure", sandbox=sandbox_id, why=problem.why)
+            victim = None
+        if gauge.read(above=threshold) <= threshold and victim is None:
+            return  # it went by itself
+        if victim is None:
+            log.warning("sandbox killed: it is out of memory and does not answer", sandbox=sandbox_id)
+            self._on_kill(OomKill(sandbox_id=sandbox_id, pid=0, at=time.time()))
+            await asyncio.to_thread(self._groups.kill, sandbox_id)
+            return
+        if victim == NOBODY_TO_KILL:
+            return  # the memory is not a process's; the host's limit is what is left
+        log.warning("guest process killed: out of memory", sandbox=sandbox_id, pid=victim)
+        self._on_kill(OomKill(sandbox_id=sandbox_id, pid=victim, at=time.time()))
+        deadline = time.monotonic() + _RELIEF_S
+        while gauge.read(above=threshold) > threshold and time.monotonic() < deadline:  # noqa: ASYNC110 (a file)
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,202 @@
+"""Control groups of sandboxes on the host, v1 and v2: where they are, what they measure, how they end.
+
+The runtime's own program makes the groups (runsc from its spec); this module reads, kills and removes them. Every
+sandbox has one group `cpuos-INSTANCE/ID` in each hierarchy.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ControlGroups", "MemoryGauge"]
+
+_ROOT = Path("/sys/fs/cgroup")
+_END_S = 3.0
+_STEP_S = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """What the two versions call the same things."""
+
+    memory: str
+    memory_events: str
+    cache_key: bytes
+    shmem_key: bytes
+
+
+_V1 = _Names(
+    memory="memory.usage_in_bytes",
+    memory_events="memory.oom_control",
+    cache_key=b"total_cache ",
+    shmem_key=b"total_shmem ",
+)
+_V2 = _Names(memory="memory.current", memory_events="memory.events", cache_key=b"file ", shmem_key=b"shmem ")
+
+
+class ControlGroups:
+    """The groups of one instance. Blocking, but for `kill` and `remove` each call is a few file reads."""
+
+    def __init__(self, instance_id: str, *, root: Path = _ROOT) -> None:
+        self._root = root
+        self._parent = f"cpuos-{instance_id}"
+        self.version = 2 if (root / "cgroup.controllers").exists() else 1
+        self._names = _V2 if self.version == 2 else _V1
+
+    def oci_path(self, sandbox_id: str) -> str:
+        """`linux.cgroupsPath` of the sandbox's spec."""
+        return f"/{self._parent}/{sandbox_id}"
+
+    def prepare(self) -> None:
+        """Make the parent groups, so that the first sandbox does not own and remove what the others need."""
+        for hierarchy in self._hierarchies():
+            parent = hierarchy / self._parent
+            try:
+                parent.mkdir(exist_ok=True)
+                self._fill_cpuset(parent)
+            except OSError:
+                continue  # a hierarchy that takes no groups: runsc says so if it is needed
+
+    def list(self) -> list[str]:
+        """Ids of all sandboxes with a group left."""
+        found = set()
+        for hierarchy in self._hierarchies():
+            try:
+                found |= {entry.name for entry in (hierarchy / self._parent).iterdir() if entry.is_dir()}
+            except OSError:
+                continue
+        return sorted(found)
+
+    def gauge(self, sandbox_id: str) -> MemoryGauge:
+        """Open the memory files of a sandbox for reading them often; close it."""
+        return MemoryGauge(self._group("memory", sandbox_id), names=self._names)
+
+    def cpu_seconds(self, sandbox_id: str) -> float:
+        if self.version == 1:
+            return int((self._group("cpuacct", sandbox_id) / "cpuacct.usage").read_text()) / 1e9
+        text = (self._group("cpu", sandbox_id) / "cpu.stat").read_bytes()
+        return _value(text, b"usage_usec ") / 1e6
+
+    def was_oom_killed(self, sandbox_id: str) -> bool:
+        """Whether the host's kernel killed something in the group for want of memory."""
+        try:
+            text = (self._group("memory", sandbox_id) / self._names.memory_events).read_bytes()
+        except OSError:
+            return False
+        return _value(text, b"oom_kill ") > 0
+
+    def processes(self, sandbox_id: str) -> set[int]:
+        """Host processes in any of the sandbox's groups."""
+        found: set[int] = set()
+        for group in self._groups(sandbox_id):
+            try:
+                found |= {int(line) for line in (group / "cgroup.procs").read_text().split()}
+            except OSError:
+                continue
+        return found
+
+    def kill(self, sandbox_id: str) -> None:
+        """SIGKILL all processes of the sandbox, until none is left or the time is up."""
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            for group in self._groups(sandbox_id):
+                try:
+                    (group / "cgroup.kill").write_text("1")
+                except OSError:
+                    pass  # v1, or gone
+            processes = self.processes(sandbox_id)
+            if not processes:
+                return
+            for pid in processes:
+                try:
+                    # The number was read in this moment from a group that only this sandbox's processes are in.
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(_STEP_S)
+
+    def remove(self, sandbox_id: str) -> None:
+        """Remove the sandbox's groups, which must be empty; a process on its way out gets some time."""
+        deadline = time.monotonic() + _END_S
+        for group in self._groups(sandbox_id):
+            while True:
+                try:
+                    group.rmdir()
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError as problem:
+                    if problem.errno != errno.EBUSY or time.monotonic() > deadline:
+                        raise
+                    time.sleep(_STEP_S)
+
+    def remove_parent(self) -> None:
+        """Remove the instance's own groups; with a sandbox left they stay."""
+        for hierarchy in self._hierarchies():
+            try:
+                (hierarchy / self._parent).rmdir()
+            except OSError:
+                continue
+
+    def _hierarchies(self) -> list[Path]:
+        if self.version == 2:
+            return [self._root]
+        # Joined controllers (cpu,cpuacct) have links beside them: each hierarchy once.
+        return [entry for entry in sorted(self._root.iterdir()) if entry.is_dir() and not entry.is_symlink()]
+
+    def _groups(self, sandbox_id: str) -> list[Path]:
+        groups = [hierarchy / self._parent / sandbox_id for hierarchy in self._hierarchies()]
+        return [group for group in groups if group.is_dir()]
+
+    def _group(self, controller: str, sandbox_id: str) -> Path:
+        base = self._root if self.version == 2 else self._root / controller
+        return base / self._parent / sandbox_id
+
+    def _fill_cpuset(self, group: Path) -> None:
+        """A v1 cpuset group starts empty and takes no process until it has CPUs and memory nodes."""
+        for name in ("cpuset.cpus", "cpuset.mems"):
+            if self.version == 1 and (group / name).exists() and not (group / name).read_text().strip():
+                (group / name).write_text((group.parent / name).read_text())
+
+
+class MemoryGauge:
+    """Memory of a sandbox that cannot be given back: all but the page cache of files.
+
+    A sandbox that writes much fills its group with page cache, which the kernel takes back by itself; guest memory is
+    shmem (the sentry's memfd) and counts.
+    """
+
+    def __init__(self, group: Path, *, names: _Names) -> None:
+        self._names = names
+        self._usage = os.open(group / names.memory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._stat = os.open(group / "memory.stat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            os.close(self._usage)
+            raise
+
+    def read(self, *, above: int = 0) -> int:
+        """Bytes in use. Exact only when over `above`: below it the cheap upper bound is good enough."""
+        usage = int(os.pread(self._usage, 32, 0))
+        if usage <= above:
+            return usage
+        text = os.pread(self._stat, 65536, 0)
+        cache = _value(text, self._names.cache_key) - _value(text, self._names.shmem_key)
+        return max(0, usage - cache)
+
+    def close(self) -> None:
+        os.close(self._usage)
+        os.close(self._stat)
+
+
+def _value(text: bytes, key: bytes) -> int:
+    """The number after `key` at the start of a line; 0 without it."""
+    for line in text.split(b"\n"):
+        if line.startswith(key):
+            return int(line[len(key) :])
+    return 0
