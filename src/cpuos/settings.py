@@ -215,7 +215,7 @@ class Settings(BaseSettings):
 
     @property
     def first_key_file(self) -> Path:
-        """`{"api_key": …}`, 0600: the server writes it at its first start; `cpuos up` hands it to the caller and removes it."""
+        """`{"api_key": …}`, 0600: the server writes it at its first start; `cpuos up` hands it on and removes it."""
         return self.server_run_dir / "first-key.json"
 
     @property

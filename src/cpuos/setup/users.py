@@ -1,0 +1,51 @@
+"""The group and the two users that the unprivileged daemons run as."""
+
+from __future__ import annotations
+
+import grp
+import pwd
+
+from cpuos.setup.host import Host
+
+__all__ = ["GROUP", "USERS", "create_users", "remove_users", "users_exist"]
+
+GROUP = "cpuos"
+USERS = ("cpuos-server", "cpuos-gateway")
+
+
+def users_exist(host: Host) -> bool:
+    """Whether group and users are there, and the users are in the group."""
+    try:
+        gid = grp.getgrnam(GROUP).gr_gid
+        return all(pwd.getpwnam(user).pw_gid == gid for user in USERS)
+    except KeyError:
+        return False
+
+
+def create_users(host: Host) -> None:
+    """Create the group and the users: no home, no shell, no password."""
+    if not _exists(grp.getgrnam, GROUP):
+        host.run(["groupadd", "--system", GROUP])
+    for user in USERS:
+        if _exists(pwd.getpwnam, user):
+            host.run(["usermod", "--gid", GROUP, user])
+            continue
+        options = ["--system", "--gid", GROUP, "--home-dir", "/nonexistent", "--no-create-home"]
+        host.run(["useradd", *options, "--shell", "/usr/sbin/nologin", user])
+
+
+def remove_users(host: Host) -> None:
+    """Remove users and group; tolerates their absence."""
+    for user in USERS:
+        if _exists(pwd.getpwnam, user):
+            host.run(["userdel", user])
+    if _exists(grp.getgrnam, GROUP):
+        host.run(["groupdel", GROUP])
+
+
+def _exists(look_up: object, name: str) -> bool:
+    try:
+        look_up(name)  # type: ignore[operator]
+    except KeyError:
+        return False
+    return True
