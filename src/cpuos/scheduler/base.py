@@ -46,12 +46,13 @@ class Capacity:
     memory_mib: int = 0
     disk_mib: int = 0
 
-    def plus(self, demand: Demand) -> Capacity:
+    def plus(self, demand: Demand, *, times: int = 1) -> Capacity:
+        """With so many more such sandboxes; with less for a negative number."""
         return Capacity(
-            sandboxes=self.sandboxes + 1,
-            cpu=self.cpu + demand.cpu,
-            memory_mib=self.memory_mib + demand.memory_mib,
-            disk_mib=self.disk_mib + demand.disk_mib,
+            sandboxes=self.sandboxes + times,
+            cpu=self.cpu + times * demand.cpu,
+            memory_mib=self.memory_mib + times * demand.memory_mib,
+            disk_mib=self.disk_mib + times * demand.disk_mib,
         )
 
 

@@ -32,6 +32,7 @@ class LocalScheduler:
         self._facts: NodeFacts | None = None
         self._reachable = False
         self._reservations: dict[str, _Reservation] = {}
+        self._reserved = Capacity()  # their sum
         self._refreshing: asyncio.Task[NodeFacts] | None = None
 
     async def refresh(self) -> None:
@@ -55,6 +56,7 @@ class LocalScheduler:
             )
         placement = place(self.nodes(), demand)
         self._reservations[sandbox_id] = _Reservation(node=placement.node, demand=demand, committed=False)
+        self._reserved = self._reserved.plus(demand)
         return placement
 
     def commit(self, sandbox_id: str) -> None:
@@ -62,7 +64,9 @@ class LocalScheduler:
         self._reservations[sandbox_id] = _Reservation(node=held.node, demand=held.demand, committed=True)
 
     def release(self, sandbox_id: str) -> None:
-        self._reservations.pop(sandbox_id, None)
+        held = self._reservations.pop(sandbox_id, None)
+        if held is not None:
+            self._reserved = self._reserved.plus(held.demand, times=-1)
 
     def adopt(self, sandboxes: Mapping[str, tuple[str, Demand]]) -> None:
         pending = {key: held for key, held in self._reservations.items() if not held.committed}
@@ -70,16 +74,16 @@ class LocalScheduler:
             key: _Reservation(node=node, demand=demand, committed=True) for key, (node, demand) in sandboxes.items()
         }
         self._reservations = {**pending, **recorded}
+        self._reserved = reduce(Capacity.plus, (held.demand for held in self._reservations.values()), Capacity())
 
     def nodes(self) -> Sequence[NodeView]:
         if self._facts is None:
             return ()
-        demands = [held.demand for held in self._reservations.values()]
         return (
             NodeView(
                 facts=self._facts,
                 total=total_capacity(self._facts, cpu_overcommit=self._cpu_overcommit),
-                reserved=reduce(Capacity.plus, demands, Capacity()),
+                reserved=self._reserved,
             ),
         )
 

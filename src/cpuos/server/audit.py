@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Row, delete, insert, or_, select
+from sqlalchemy import bindparam, delete, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.server.clock import Clock
 from cpuos.server.db.models import AuditRow, OpenIntent
 from cpuos.types.audit import AuditEntry, AuditList, AuditPhase, AuditResult
 
-__all__ = ["SYSTEM", "Audit", "list_entries"]
+__all__ = ["SYSTEM", "Audit", "Intent", "list_entries"]
+
+_audit = AuditRow.__table__
+_open = OpenIntent.__table__
+_INSERT = insert(_audit)
+_INSERT_INTENT = insert(_audit).returning(_audit.c.id)
+_OPEN = insert(_open)
+_CLOSE = delete(_open).where(_open.c.id == bindparam("intent"))
 
 SYSTEM = "system"
 """The actor of what the reconciler does by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intent:
+    """What its outcome repeats of it."""
+
+    id: int
+    workspace: str
+    actor: str
+    action: str
+    target: str
+    sandbox: str | None = None
 
 
 class Audit:
@@ -35,46 +54,43 @@ class Audit:
         actor: str,
         action: str,
         target: str = "",
-        sandbox: str | None = None,
         detail: dict[str, Any] | None = None,
-    ) -> int:
-        """Write the intent; its id ties the outcome to it."""
+    ) -> Intent:
+        """Write the intent; what it returns ties the outcome to it."""
         now = self._clock()
-        values = {"workspace": workspace, "actor": actor, "action": action, "target": target, "sandbox": sandbox}
-        statement = insert(AuditRow).values(at=now, phase=AuditPhase.INTENT.value, detail=detail or {}, **values)
-        statement = statement.returning(AuditRow.id)
-        intent_id = (await connection.execute(statement)).scalar_one()
+        values = {"workspace": workspace, "actor": actor, "action": action, "target": target}
+        entry = {"at": now, "phase": AuditPhase.INTENT.value, "detail": detail or {}, **values}
+        intent_id = (await connection.execute(_INSERT_INTENT, entry)).scalar_one()
         opened = {"id": intent_id, "epoch": self._epoch, "deadline_at": now + self._deadline}
-        await connection.execute(insert(OpenIntent).values(**opened))
-        return intent_id
+        await connection.execute(_OPEN, opened)
+        return Intent(id=intent_id, **values)
 
     async def conclude(
         self,
         connection: AsyncConnection,
-        intent_id: int,
+        intent: Intent,
         *,
         result: AuditResult,
         sandbox: str | None = None,
         detail: dict[str, Any] | None = None,
     ) -> bool:
         """Write the outcome; False when the intent has one already."""
-        closed = await connection.execute(delete(OpenIntent).where(OpenIntent.id == intent_id))
+        closed = await connection.execute(_CLOSE, {"intent": intent.id})
         if closed.rowcount != 1:
             return False
-        copied = select(AuditRow.workspace, AuditRow.actor, AuditRow.action, AuditRow.target, AuditRow.sandbox)
-        intent = (await connection.execute(copied.where(AuditRow.id == intent_id))).one()
-        values = {**intent._mapping, "detail": detail or {}}
-        if sandbox is not None:
-            values |= {"sandbox": sandbox, "target": intent.target or sandbox}
-        await connection.execute(
-            insert(AuditRow).values(
-                at=self._clock(),
-                phase=AuditPhase.OUTCOME.value,
-                intent_id=intent_id,
-                result=result.value,
-                **values,
-            )
-        )
+        entry = {
+            "at": self._clock(),
+            "phase": AuditPhase.OUTCOME.value,
+            "intent_id": intent.id,
+            "result": result.value,
+            "workspace": intent.workspace,
+            "actor": intent.actor,
+            "action": intent.action,
+            "target": intent.target or sandbox or "",
+            "sandbox": sandbox or intent.sandbox,
+            "detail": detail or {},
+        }
+        await connection.execute(_INSERT, entry)
         return True
 
     async def note(
@@ -90,23 +106,26 @@ class Audit:
         detail: dict[str, Any] | None = None,
     ) -> None:
         """An outcome without intent: what happened by itself, or was refused before anything began."""
-        values = {"workspace": workspace, "actor": actor, "action": action, "target": target, "sandbox": sandbox}
-        statement = insert(AuditRow).values(
-            at=self._clock(), phase=AuditPhase.OUTCOME.value, result=result.value, detail=detail or {}, **values
-        )
-        await connection.execute(statement)
+        entry = {
+            "at": self._clock(),
+            "phase": AuditPhase.OUTCOME.value,
+            "result": result.value,
+            "workspace": workspace,
+            "actor": actor,
+            "action": action,
+            "target": target,
+            "sandbox": sandbox,
+            "detail": detail or {},
+        }
+        await connection.execute(_INSERT, entry)
 
-    async def open_intents(self, connection: AsyncConnection) -> Sequence[Row[Any]]:
+    async def open_intents(self, connection: AsyncConnection) -> list[Intent]:
         """Intents that no running handler will end: of an earlier start of the server, or past their deadline."""
         stale = or_(OpenIntent.epoch < self._epoch, OpenIntent.deadline_at < self._clock())
-        statement = (
-            select(AuditRow.id, AuditRow.workspace, AuditRow.action, AuditRow.target, OpenIntent.epoch)
-            .join(OpenIntent, OpenIntent.id == AuditRow.id)
-            .where(stale)
-            .order_by(AuditRow.id)
-            .limit(1000)
-        )
-        return (await connection.execute(statement)).all()
+        columns = (_audit.c.id, _audit.c.workspace, _audit.c.actor, _audit.c.action, _audit.c.target, _audit.c.sandbox)
+        statement = select(*columns).join(_open, _open.c.id == _audit.c.id).where(stale)
+        rows = (await connection.execute(statement.order_by(_audit.c.id).limit(1000))).all()
+        return [Intent(**row._mapping) for row in rows]
 
 
 async def list_entries(

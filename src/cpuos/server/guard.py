@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy import Row
 
 from cpuos.errors import Conflict, Forbidden
-from cpuos.server.audit import Audit
+from cpuos.server.audit import Audit, Intent
 from cpuos.server.auth import Actor, Authenticator, Permission
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
@@ -69,7 +69,7 @@ class Call:
 
     actor: Actor
     request_id: str
-    intent: int | None = None
+    intent: Intent | None = None
     sandbox: str | None = None
     """Set by the handler as soon as it knows which one."""
     began: bool = False
@@ -156,7 +156,7 @@ class Guard:
                         detail={"request": call.request_id},
                     )
                     if claim is not None:
-                        await self._idempotency.hold(connection, claim, intent=call.intent)
+                        await self._idempotency.hold(connection, claim, intent=call.intent.id)
                     return None
             if held.status is not None:
                 return held
@@ -179,7 +179,7 @@ class Guard:
             if claim is not None and route.replay is not None:
                 answer = route.replay.keep(json.loads(bytes(response.body)))
                 await self._idempotency.finish(
-                    connection, intent=call.intent, status=response.status_code, answer=answer
+                    connection, intent=call.intent.id, status=response.status_code, answer=answer
                 )
         if claim is not None:
             self._idempotency.wake(claim)
@@ -193,9 +193,9 @@ class Guard:
                 connection, call.intent, result=AuditResult.ERROR, sandbox=call.sandbox, detail=detail
             )
             if claim is not None and call.began:
-                await self._idempotency.finish(connection, intent=call.intent, status=status, answer=body)
+                await self._idempotency.finish(connection, intent=call.intent.id, status=status, answer=body)
             elif claim is not None:
-                await self._idempotency.free(connection, intent=call.intent)
+                await self._idempotency.free(connection, intent=call.intent.id)
         if claim is not None:
             self._idempotency.wake(claim)
 

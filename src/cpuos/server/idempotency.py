@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy import Row, bindparam, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import Conflict, InvalidRequest
@@ -22,6 +22,17 @@ MAX_KEY = 255
 KEEP = timedelta(hours=24)
 # Events wake the waiters; a repeat that waits for an earlier process looks by itself this often.
 _LOOK_S = 0.25
+
+_keys = IdempotencyRow.__table__
+_UNFINISHED = (_keys.c.intent == bindparam("of_intent"), _keys.c.status.is_(None))
+_FIND = select(_keys.c.body_hash, _keys.c.status, _keys.c.answer).where(
+    _keys.c.workspace == bindparam("in_workspace"),
+    _keys.c.route == bindparam("on_route"),
+    _keys.c.key == bindparam("with_key"),
+)
+_HOLD = insert(_keys)
+_FINISH = update(_keys).where(*_UNFINISHED).values(status=bindparam("status"), answer=bindparam("answer"))
+_FREE = delete(_keys).where(*_UNFINISHED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +56,8 @@ class Idempotency:
 
     async def find(self, connection: AsyncConnection, claim: Claim) -> Row[Any] | None:
         """What the key is bound to; None when it is free. Another body under the same key is an error."""
-        columns = select(IdempotencyRow.body_hash, IdempotencyRow.status, IdempotencyRow.answer)
-        row = (await connection.execute(columns.where(*_is(claim.scope)))).one_or_none()
+        scope = {"in_workspace": claim.workspace, "on_route": claim.route, "with_key": claim.key}
+        row = (await connection.execute(_FIND, scope)).one_or_none()
         if row is not None and row.body_hash != claim.body_hash:
             raise Conflict(
                 f"cannot use idempotency key {claim.key!r} again: the body is another",
@@ -59,22 +70,19 @@ class Idempotency:
     async def hold(self, connection: AsyncConnection, claim: Claim, *, intent: int) -> None:
         """Bind the free key to this call; in the transaction of its intent."""
         values = {"workspace": claim.workspace, "route": claim.route, "key": claim.key, "body_hash": claim.body_hash}
-        await connection.execute(insert(IdempotencyRow).values(intent=intent, created_at=self._clock(), **values))
+        await connection.execute(_HOLD, {"intent": intent, "created_at": self._clock(), **values})
 
     async def finish(self, connection: AsyncConnection, *, intent: int, status: int, answer: dict[str, Any]) -> None:
         """Keep the answer of the call; its repeats get it."""
-        values = {"status": status, "answer": answer}
-        unfinished = (IdempotencyRow.intent == intent, IdempotencyRow.status.is_(None))
-        await connection.execute(update(IdempotencyRow).where(*unfinished).values(**values))
+        await connection.execute(_FINISH, {"of_intent": intent, "status": status, "answer": answer})
 
     async def free(self, connection: AsyncConnection, *, intent: int) -> None:
         """The call did nothing: a repeat may try again."""
-        unfinished = (IdempotencyRow.intent == intent, IdempotencyRow.status.is_(None))
-        await connection.execute(delete(IdempotencyRow).where(*unfinished))
+        await connection.execute(_FREE, {"of_intent": intent})
 
     async def prune(self, connection: AsyncConnection) -> None:
-        old = (IdempotencyRow.created_at < self._clock() - KEEP, IdempotencyRow.status.is_not(None))
-        await connection.execute(delete(IdempotencyRow).where(*old))
+        old = (_keys.c.created_at < self._clock() - KEEP, _keys.c.status.is_not(None))
+        await connection.execute(delete(_keys).where(*old))
 
     def wake(self, claim: Claim) -> None:
         """After the commit that finished or freed the key."""
@@ -109,8 +117,3 @@ def body_hash(body: bytes) -> str:
     except (ValueError, RecursionError):
         canonical = body
     return hashlib.sha256(canonical).hexdigest()
-
-
-def _is(scope: tuple[str, str, str]) -> tuple[Any, ...]:
-    workspace, route, key = scope
-    return IdempotencyRow.workspace == workspace, IdempotencyRow.route == route, IdempotencyRow.key == key

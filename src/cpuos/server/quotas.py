@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import LimitReached
@@ -17,6 +17,7 @@ __all__ = ["MAX_CALLS", "Quotas"]
 
 # Changing calls of one workspace at once. Above it the answer is a refusal, not a queue without end.
 MAX_CALLS = 512
+_LIMIT = select(Workspace.__table__.c.max_sandboxes).where(Workspace.__table__.c.id == bindparam("workspace"))
 
 
 class Quotas:
@@ -42,8 +43,7 @@ class Quotas:
 
     async def check_sandboxes(self, connection: AsyncConnection, workspace: str) -> None:
         """In the transaction that inserts one more, so that a race cannot pass it."""
-        statement = select(Workspace.max_sandboxes).where(Workspace.id == workspace)
-        limit = (await connection.execute(statement)).scalar_one()
+        limit = (await connection.execute(_LIMIT, {"workspace": workspace})).scalar_one()
         if limit is not None and await count_live(connection, workspace) >= limit:
             raise LimitReached(
                 f"cannot create sandbox: the workspace has its {limit} live sandboxes",

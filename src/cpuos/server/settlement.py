@@ -9,7 +9,7 @@ from sqlalchemy import Row, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import ERRORS
-from cpuos.server.audit import Audit
+from cpuos.server.audit import Audit, Intent
 from cpuos.server.db.database import Database
 from cpuos.server.db.models import SandboxRow
 from cpuos.server.db.sandboxes import sandbox_of
@@ -35,23 +35,23 @@ class Settlement:
             async with self._database.write() as connection:
                 await self._settle(connection, intent)
 
-    async def _settle(self, connection: AsyncConnection, intent: Row[Any]) -> None:
+    async def _settle(self, connection: AsyncConnection, intent: Intent) -> None:
         made = select(*SandboxRow.__table__.c).where(SandboxRow.intent == intent.id)
         row = (await connection.execute(made)).one_or_none() if intent.action == "sandbox.create" else None
         if row is None:
             detail = {"reason": "the server ended before it could say how this ended"}
-            await self._audit.conclude(connection, intent.id, result=AuditResult.UNKNOWN, detail=detail)
+            await self._audit.conclude(connection, intent, result=AuditResult.UNKNOWN, detail=detail)
             await self._idempotency.free(connection, intent=intent.id)
         elif row.state == SandboxState.CREATING.value:
             return  # not decided yet: the reconciler is at it
         elif row.failure is not None:
             detail = {"code": row.failure["error"]["code"], "what": row.failure["error"]["what"]}
-            await self._audit.conclude(connection, intent.id, result=AuditResult.ERROR, sandbox=row.id, detail=detail)
+            await self._audit.conclude(connection, intent, result=AuditResult.ERROR, sandbox=row.id, detail=detail)
             await self._idempotency.finish(
                 connection, intent=intent.id, status=failure_status(row.failure), answer=row.failure
             )
         else:
-            await self._audit.conclude(connection, intent.id, result=AuditResult.OK, sandbox=row.id)
+            await self._audit.conclude(connection, intent, result=AuditResult.OK, sandbox=row.id)
             await self._idempotency.finish(connection, intent=intent.id, status=201, answer=kept_answer(row))
         _log.info("open intent settled", intent=intent.id, action=intent.action)
 

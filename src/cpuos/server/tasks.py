@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import structlog
-
 __all__ = ["Tasks"]
 
 T = TypeVar("T")
-_log = structlog.get_logger("cpuos.server.tasks")
 
 
 class Tasks:
@@ -56,5 +53,5 @@ class Tasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.debug("task ended with an error", error=repr(error))
+        if not task.cancelled():
+            task.exception()  # taken up: who waits for the task gets it, and nobody may be waiting any more

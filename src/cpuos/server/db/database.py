@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from sqlalchemy import Connection, event
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from cpuos.server.db.sqlite import connect
 
 __all__ = ["Database"]
 
@@ -21,19 +23,22 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = url
         self._sqlite = url.startswith("sqlite")
-        self._engine = create_async_engine(url, pool_size=8, max_overflow=8, pool_reset_on_return=None)
-        self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
         # Guards SQLite's single writer: waiting here costs nothing, waiting on its file lock holds a thread.
         self._writing = asyncio.Lock()
         if self._sqlite:
-            event.listen(self._engine.sync_engine, "connect", _prepare_connection)
+            self._engine = _sqlite_engine(url, pool_size=1)
+            self._reading = _sqlite_engine(url, pool_size=8)
             event.listen(self._engine.sync_engine, "begin", _begin_immediate)
+        else:
+            self._engine = self._reading = create_async_engine(url, pool_size=8)
 
     async def __aenter__(self) -> Database:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._engine.dispose()
+        if self._reading is not self._engine:
+            await self._reading.dispose()
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
@@ -51,8 +56,16 @@ class Database:
             yield connection
 
 
+def _sqlite_engine(url: str, *, pool_size: int) -> AsyncEngine:
+    engine = create_async_engine(
+        url, async_creator=lambda: connect(url), pool_size=pool_size, max_overflow=0, pool_reset_on_return=None
+    )
+    event.listen(engine.sync_engine, "connect", _prepare_connection)
+    return engine
+
+
 def _prepare_connection(connection: Any, record: Any) -> None:
-    connection.isolation_level = None  # the driver starts no transaction by itself: `begin` below does
+    connection.isolation_level = None  # no transaction by the driver: a reader sees each statement by itself
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
     # A killed process loses nothing; a power cut may lose the last transactions, and every sandbox with them.
@@ -64,5 +77,4 @@ def _prepare_connection(connection: Any, record: Any) -> None:
 
 def _begin_immediate(connection: Connection) -> None:
     # Taking the write lock at once: a transaction that read first could no longer wait for it (SQLITE_BUSY).
-    if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    connection.exec_driver_sql("BEGIN IMMEDIATE")

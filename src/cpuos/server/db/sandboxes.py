@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 MIN_PREFIX = 4
+_rows = SandboxRow.__table__
+_INSERT = insert(_rows).returning(*_rows.c)
 _LIVE = [state.value for state in LIVE_STATES]
 
 
@@ -47,41 +49,40 @@ async def advance(
     if state not in LIVE_STATES:
         values.setdefault("ended_at", now)
     statement = (
-        update(SandboxRow)
-        .where(SandboxRow.id == row.id, SandboxRow.state == row.state, SandboxRow.generation == row.generation)
+        update(_rows)
+        .where(_rows.c.id == row.id, _rows.c.state == row.state, _rows.c.generation == row.generation)
         .values(values)
-        .returning(*SandboxRow.__table__.c)
+        .returning(*_rows.c)
     )
     return (await connection.execute(statement)).one_or_none()
 
 
 async def insert_sandbox(connection: AsyncConnection, values: Mapping[str, Any]) -> Row[Any]:
-    statement = insert(SandboxRow).values(**values).returning(*SandboxRow.__table__.c)
-    return (await connection.execute(statement)).one()
+    return (await connection.execute(_INSERT, values)).one()
 
 
 async def update_fields(connection: AsyncConnection, row: Row[Any], **changes: Any) -> Row[Any] | None:
     """Change fields that are no state, if state and generation are still those of `row`."""
     statement = (
-        update(SandboxRow)
-        .where(SandboxRow.id == row.id, SandboxRow.state == row.state, SandboxRow.generation == row.generation)
+        update(_rows)
+        .where(_rows.c.id == row.id, _rows.c.state == row.state, _rows.c.generation == row.generation)
         .values(**changes)
-        .returning(*SandboxRow.__table__.c)
+        .returning(*_rows.c)
     )
     return (await connection.execute(statement)).one_or_none()
 
 
 async def row_of(connection: AsyncConnection, sandbox_id: str) -> Row[Any] | None:
-    return (await connection.execute(_select().where(SandboxRow.id == sandbox_id))).one_or_none()
+    return (await connection.execute(_select().where(_rows.c.id == sandbox_id))).one_or_none()
 
 
 async def resolve(connection: AsyncConnection, workspace: str, ref: str) -> Row[Any]:
     """The sandbox that an id, a name or a unique prefix of an id means; live ones come before ended ones."""
-    matches = [SandboxRow.id == ref, SandboxRow.name == ref]
+    matches = [_rows.c.id == ref, _rows.c.name == ref]
     if len(ref) >= MIN_PREFIX:
-        matches.append(SandboxRow.id.startswith(ref, autoescape=True))
-    statement = _select().where(SandboxRow.workspace == workspace, or_(*matches))
-    rows = (await connection.execute(statement.order_by(SandboxRow.created_at.desc()))).all()
+        matches.append(_rows.c.id.startswith(ref, autoescape=True))
+    statement = _select().where(_rows.c.workspace == workspace, or_(*matches))
+    rows = (await connection.execute(statement.order_by(_rows.c.created_at.desc()))).all()
     live = [row for row in rows if row.state in _LIVE]
     for group in (
         [row for row in rows if row.id == ref],
@@ -112,28 +113,26 @@ async def list_sandboxes(
     limit: int,
 ) -> Sequence[Row[Any]]:
     """Newest first."""
-    statement = _select().where(
-        SandboxRow.workspace == workspace, SandboxRow.state.in_([state.value for state in states])
-    )
+    statement = _select().where(_rows.c.workspace == workspace, _rows.c.state.in_([state.value for state in states]))
     if name is not None:
-        statement = statement.where(SandboxRow.name == name)
+        statement = statement.where(_rows.c.name == name)
     for key, value in labels.items():
-        statement = statement.where(SandboxRow.labels[key].as_string() == value)
-    statement = statement.order_by(SandboxRow.created_at.desc(), SandboxRow.id).limit(limit)
+        statement = statement.where(_rows.c.labels[key].as_string() == value)
+    statement = statement.order_by(_rows.c.created_at.desc(), _rows.c.id).limit(limit)
     return (await connection.execute(statement)).all()
 
 
 async def live_rows(connection: AsyncConnection) -> Sequence[Row[Any]]:
     """The live sandboxes of all workspaces: for the reconciler and the scheduler."""
-    return (await connection.execute(_select().where(SandboxRow.state.in_(_LIVE)))).all()
+    return (await connection.execute(_select().where(_rows.c.state.in_(_LIVE)))).all()
 
 
 async def find_sandboxes(connection: AsyncConnection, ids: Collection[str]) -> Sequence[Row[Any]]:
-    return (await connection.execute(_select().where(SandboxRow.id.in_(ids)))).all()
+    return (await connection.execute(_select().where(_rows.c.id.in_(ids)))).all()
 
 
 async def count_live(connection: AsyncConnection, workspace: str) -> int:
-    statement = select(SandboxRow.id).where(SandboxRow.workspace == workspace, SandboxRow.state.in_(_LIVE))
+    statement = select(_rows.c.id).where(_rows.c.workspace == workspace, _rows.c.state.in_(_LIVE))
     return len((await connection.execute(statement)).all())
 
 
@@ -143,7 +142,7 @@ def sandbox_of(row: Row[Any]) -> Sandbox:
 
 
 def _select() -> Select[Any]:
-    return select(*SandboxRow.__table__.c)
+    return select(*_rows.c)
 
 
 def _ambiguous(ref: str, rows: Sequence[Row[Any]]) -> Conflict:

@@ -32,9 +32,8 @@ async def create_sandbox(body: SandboxCreate, plane: Plane, call: Called) -> San
     the same Idempotency-Key answers the same sandbox.
     """
     actor = call.actor
-    row = await plane.lifecycle.create(
-        body, workspace=actor.workspace, actor=actor.id, intent=call.intent, begun=call.begin
-    )
+    intent = call.intent.id if call.intent else None
+    row = await plane.lifecycle.create(body, workspace=actor.workspace, actor=actor.id, intent=intent, begun=call.begin)
     return SandboxCreated(sandbox=sandbox_of(row), access=plane.access(row, actor=actor.id))
 
 
