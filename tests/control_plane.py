@@ -157,7 +157,7 @@ class FakeGateway:
         self.source = "gateway-1"
         self.entries: list[dict[str, Any]] = []
 
-    async def attach(self, sandbox_id: str, *, generation: int, workspace: str, hostname: str, wait_s: float) -> None:
+    async def attach(self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float) -> None:
         self._demand_reachable()
         await self.attach_gate.wait()
         if self.attach_error is not None:

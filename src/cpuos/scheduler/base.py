@@ -10,7 +10,7 @@ from cpuos.node.client import NodeClient
 from cpuos.types.node import NodeFacts
 from cpuos.types.sandbox import Isolation
 
-__all__ = ["Capacity", "Demand", "NodeView", "Placement", "Scheduler"]
+__all__ = ["Capacity", "CapacityRules", "Demand", "NodeView", "Placement", "Scheduler"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,15 @@ class Capacity:
             memory_mib=self.memory_mib + times * demand.memory_mib,
             disk_mib=self.disk_mib + times * demand.disk_mib,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityRules:
+    """What of a node may be promised: memory and disk as they are, less a reserve; CPUs several times over."""
+
+    cpu_overcommit: float = 8.0
+    memory_reserve_mib: int = 0
+    disk_reserve_mib: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from functools import reduce
 
 from cpuos.errors import CpuosError, Unavailable
 from cpuos.node.client import NodeClient
-from cpuos.scheduler.base import Capacity, Demand, NodeView, Placement
+from cpuos.scheduler.base import Capacity, CapacityRules, Demand, NodeView, Placement
 from cpuos.scheduler.placement import place, total_capacity
 from cpuos.types.node import NodeFacts
 
@@ -26,9 +26,9 @@ class _Reservation:
 class LocalScheduler:
     """One node. Reserving never awaits, so it is atomic in the server's event loop."""
 
-    def __init__(self, node: NodeClient, *, cpu_overcommit: float) -> None:
+    def __init__(self, node: NodeClient, rules: CapacityRules) -> None:
         self._node = node
-        self._cpu_overcommit = cpu_overcommit
+        self._rules = rules
         self._facts: NodeFacts | None = None
         self._reachable = False
         self._reservations: dict[str, _Reservation] = {}
@@ -82,7 +82,7 @@ class LocalScheduler:
         return (
             NodeView(
                 facts=self._facts,
-                total=total_capacity(self._facts, cpu_overcommit=self._cpu_overcommit),
+                total=total_capacity(self._facts, self._rules),
                 reserved=self._reserved,
             ),
         )

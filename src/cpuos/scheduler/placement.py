@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cpuos.errors import CapacityExceeded, CpuosError, InvalidRequest, NotFound, SetupRequired, Unavailable
-from cpuos.scheduler.base import Capacity, Demand, NodeView, Placement
+from cpuos.scheduler.base import Capacity, CapacityRules, Demand, NodeView, Placement
 from cpuos.types.node import NodeFacts, RuntimeFacts
 from cpuos.types.sandbox import Isolation
 
@@ -34,13 +34,13 @@ def place(views: Sequence[NodeView], demand: Demand) -> Placement:
     raise min(problems, key=lambda problem: order.index(type(problem)))
 
 
-def total_capacity(facts: NodeFacts, *, cpu_overcommit: float) -> Capacity:
+def total_capacity(facts: NodeFacts, rules: CapacityRules) -> Capacity:
     """What the node may promise in all."""
     return Capacity(
         sandboxes=facts.max_sandboxes,
-        cpu=facts.cpu * cpu_overcommit,
-        memory_mib=facts.memory_mib,
-        disk_mib=facts.disk_mib,
+        cpu=facts.cpu * rules.cpu_overcommit,
+        memory_mib=max(0, facts.memory_mib - rules.memory_reserve_mib),
+        disk_mib=max(0, facts.disk_mib - rules.disk_reserve_mib),
     )
 
 

@@ -19,6 +19,7 @@ import uvloop
 
 from cpuos.errors import CpuosError, SetupRequired
 from cpuos.node.client import LocalNodeClient
+from cpuos.scheduler.base import CapacityRules
 from cpuos.server.app import create_app
 from cpuos.server.clock import utc_now
 from cpuos.server.control_plane import ServerOptions, open_control_plane
@@ -42,9 +43,9 @@ def main() -> int:
     key.add_argument("name")
     arguments = parser.parse_args()
     os.umask(0o077)
-    _log_to_stderr()
     try:
         settings = load_settings()
+        _log_to_stderr(settings.log_level)
         if arguments.verb == "key":
             print(json.dumps({"api_key": asyncio.run(_make_key(settings, name=arguments.name))}))
         else:
@@ -86,7 +87,11 @@ def _options(settings: Settings) -> ServerOptions:
         database_url=settings.server_db_url,
         ticket_key=settings.server_ticket_key,
         data_url=lambda: settings.gateway_public_url or read_endpoint(settings.gateway_endpoint),
-        cpu_overcommit=settings.cpu_overcommit,
+        capacity=CapacityRules(
+            cpu_overcommit=settings.cpu_overcommit,
+            memory_reserve_mib=settings.memory_reserve_mib,
+            disk_reserve_mib=settings.disk_reserve_mib,
+        ),
     )
 
 
@@ -128,8 +133,9 @@ def _only_server(path: Path) -> Iterator[None]:
         yield
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(level: str) -> None:
     structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

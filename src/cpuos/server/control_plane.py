@@ -15,7 +15,7 @@ from sqlalchemy import Row, insert
 
 from cpuos.errors import CpuosError, Unavailable
 from cpuos.node.client import NodeClient
-from cpuos.scheduler.base import Scheduler
+from cpuos.scheduler.base import CapacityRules, Scheduler
 from cpuos.scheduler.local import LocalScheduler
 from cpuos.server.audit import Audit
 from cpuos.server.auth import Authenticator
@@ -54,7 +54,7 @@ class ServerOptions:
     ticket_key: Path
     data_url: Callable[[], str | None]
     """URL of the gateway as clients see it; None while it has published none."""
-    cpu_overcommit: float = 8.0
+    capacity: CapacityRules = CapacityRules()
     create_deadline_s: float = 120.0
     """A sandbox that is not running by then is failed."""
     agent_wait_s: float = 30.0
@@ -171,7 +171,7 @@ async def _wire(
     clock: Clock,
     policy: Policy | None,
 ) -> ControlPlane:
-    scheduler = LocalScheduler(node, cpu_overcommit=options.cpu_overcommit)
+    scheduler = LocalScheduler(node, options.capacity)
     async with database.read() as connection:
         scheduler.adopt({row.id: (row.node, demand_of(row)) for row in await live_rows(connection)})
     audit = Audit(clock, epoch=epoch, deadline_s=options.outcome_deadline_s)

@@ -27,7 +27,7 @@ class JournalPage:
 class GatewayControl(Protocol):
     """Errors are those of the table; a gateway out of reach is `gateway_unavailable`."""
 
-    async def attach(self, sandbox_id: str, *, generation: int, workspace: str, hostname: str, wait_s: float) -> None:
+    async def attach(self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float) -> None:
         """Return when the sandbox's agent has proved to be it and has answered."""
         ...
 
@@ -60,8 +60,8 @@ class LocalGatewayControl:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def attach(self, sandbox_id: str, *, generation: int, workspace: str, hostname: str, wait_s: float) -> None:
-        body = {"generation": generation, "workspace": workspace, "hostname": hostname, "wait_s": wait_s}
+    async def attach(self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float) -> None:
+        body = {"generation": generation, "hostname": hostname, "wait_s": wait_s}
         await self._call("POST", f"/v1/sandboxes/{sandbox_id}/attach", body=body, timeout_s=wait_s + _MARGIN_S)
 
     async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str) -> None:
@@ -73,7 +73,7 @@ class LocalGatewayControl:
     async def journal(self, after: int, *, limit: int) -> JournalPage:
         answer = await self._call("GET", "/v1/journal", query={"after": after, "limit": limit})
         try:
-            source, entries, following = answer["instance"], answer["entries"], answer["next"]
+            source, entries, following = answer.get("instance", "gateway"), answer["entries"], answer["next"]
         except (KeyError, TypeError) as error:
             raise PlatformError("cannot read the gateway's journal: the answer lacks a field", str(error)) from error
         return JournalPage(source=str(source), entries=list(entries), next=int(following))

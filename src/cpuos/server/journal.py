@@ -35,7 +35,8 @@ class JournalEntry(Answer):
     phase: AuditPhase
     target: str = Field("", max_length=8192)
     result: AuditResult | None = None
-    intent_seq: int | None = None
+    intent: int | None = None
+    """Of an outcome: the number of its intent."""
     detail: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -107,10 +108,10 @@ async def _insert(
     connection: AsyncConnection, entry: JournalEntry, *, owner: Row[Any], source: str, known: dict[int, int]
 ) -> int:
     intent_id = None
-    if entry.intent_seq is not None:
-        intent_id = known.get(entry.intent_seq)
+    if entry.intent is not None:
+        intent_id = known.get(entry.intent)
         if intent_id is None:
-            found = select(AuditRow.id).where(AuditRow.source == source, AuditRow.source_seq == entry.intent_seq)
+            found = select(AuditRow.id).where(AuditRow.source == source, AuditRow.source_seq == entry.intent)
             intent_id = (await connection.execute(found)).scalar_one_or_none()
     statement = insert(AuditRow).values(
         at=entry.at,

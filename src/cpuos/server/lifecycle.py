@@ -102,7 +102,7 @@ class Lifecycle:
         begun: Callable[[str], None] = lambda sandbox_id: None,
     ) -> Row[Any]:
         """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record."""
-        sandbox_id = new_sandbox_id()
+        sandbox_id = _new_sandbox_id()
         placement = await self._reserve(sandbox_id, _demand(request))
         creation = self._creations[sandbox_id] = Creation()
         async with AsyncExitStack() as undo:
@@ -281,7 +281,6 @@ class Lifecycle:
         attach = self._gateway.attach(
             row.id,
             generation=row.generation,
-            workspace=row.workspace,
             hostname=_hostname(row),
             wait_s=self._agent_wait_s,
         )
@@ -402,7 +401,7 @@ class Lifecycle:
         )
 
 
-def new_sandbox_id() -> str:
+def _new_sandbox_id() -> str:
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(20))
 
 
