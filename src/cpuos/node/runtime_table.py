@@ -81,6 +81,8 @@ class RuntimeTable:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for runtime in self._runtimes.values():
+            await runtime.close()
 
     async def _probe(self, runtime: Runtime) -> Probe:
         try:

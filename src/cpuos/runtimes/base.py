@@ -124,3 +124,7 @@ class Runtime(Protocol):
     async def leftovers(self) -> list[str]:
         """Ids of all sandboxes that this runtime finds on the host, also those it did not start itself."""
         ...
+
+    async def close(self) -> None:
+        """Stop watching and let go; sandboxes run on, for a later `adopt`."""
+        ...

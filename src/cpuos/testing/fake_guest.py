@@ -8,12 +8,18 @@ namespaces and a root made of the host's programs plus its own /workspace, /home
 from __future__ import annotations
 
 import asyncio
+import bz2
+import concurrent.futures.thread
 import ctypes
+import encodings.idna
+import gzip
 import json
+import lzma
 import os
 import signal
 import socket
 import sys
+import traceback
 from base64 import b64decode
 from pathlib import Path
 
@@ -36,6 +42,8 @@ SHARED_ETC = (
     "pam.d",
 )
 
+# Imported lazily by what a guest calls; its root does not have them.
+_NEEDED_INSIDE = (bz2, concurrent.futures.thread, encodings.idna, gzip, lzma)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -116,8 +124,6 @@ def _run_guest(ask: dict[str, str], *, contained: bool) -> None:
         asyncio.run(_serve(agent, listener))
         status = 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stderr.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -176,6 +177,13 @@ async def _serve_request(request: HttpRequest, handler: Handler) -> bool:
         if request.upgraded:
             return False
         response = HttpResponse(status=error.status, json=error.body())
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        if request.upgraded:
+            return False
+        response = HttpResponse(status=500, json=GuestError("internal", repr(error)).body())
     if request.upgraded or response is None:
         return False
     if not request.body_read:

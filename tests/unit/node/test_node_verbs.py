@@ -1,0 +1,246 @@
+"""Verbs of the node over its sockets: generations, repeats, concurrency, changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+
+import httpx2
+import pytest
+
+from cpuos.errors import (
+    CapacityExceeded,
+    Conflict,
+    CpuosError,
+    NotFound,
+    PlatformError,
+    SandboxGone,
+    SetupRequired,
+)
+from cpuos.testing.faults import Faults, assert_nothing_left
+from cpuos.testing.node import fake_node
+
+A = "a" * 20
+
+
+async def test_create_list_delete(node, asking):
+    facts = await node.client.create(asking())
+    assert (facts.id, facts.alive, facts.isolation, facts.template_digest) == (A, True, "none", "sha256:fake")
+    assert facts.started_at is not None
+    assert await node.client.list() == [facts]
+    assert await node.client.get(A) == facts
+    stats = await node.client.stats(A)
+    assert stats.memory_bytes > 0
+    await node.client.delete(A, generation=1)
+    await node.client.delete(A, generation=1)
+    assert await node.client.list() == []
+    with pytest.raises(NotFound):
+        await node.client.get(A)
+    await assert_nothing_left(node.settings, node.parts)
+
+
+async def test_node_facts(node):
+    facts = await node.client.facts()
+    assert [(template.name, template.digest) for template in facts.templates] == [("python", "sha256:fake")]
+    assert [(runtime.name, runtime.available) for runtime in facts.runtimes] == [("fake", True)]
+    assert facts.cpu >= 1
+    assert facts.memory_mib > 100
+    assert facts.disk_mib > 0
+    assert facts.max_sandboxes == 64
+    assert len(facts.boot_id) == 36
+
+
+async def test_a_repeat_answers_the_same_facts(node, asking):
+    first = await node.client.create(asking())
+    assert await node.client.create(asking()) == first
+
+
+async def test_parallel_repeats_make_one_sandbox(node, asking):
+    answers = await asyncio.gather(*(node.client.create(asking()) for _ in range(5)))
+    assert all(answer == answers[0] for answer in answers)
+    assert len(await node.parts.runtimes["fake"].leftovers()) == 1
+
+
+async def test_a_repeat_with_other_values_is_refused(node, asking):
+    await node.client.create(asking())
+    with pytest.raises(Conflict, match="cannot create") as caught:
+        await node.client.create(asking(memory_mib=512))
+    assert caught.value.code == "wrong_state"
+
+
+async def test_generations(node, asking):
+    await node.client.create(asking(generation=3))
+    for call in (
+        node.client.create(asking(generation=2)),
+        node.client.delete(A, generation=2),
+        node.dial.dial(A, 2),
+        node.dial.dial(A, 4),
+    ):
+        with pytest.raises(Conflict) as caught:
+            await call
+        assert caught.value.code == "stale_generation"
+    with pytest.raises(Conflict) as caught:
+        await node.client.create(asking(generation=4))
+    assert caught.value.code == "wrong_state"
+    await node.client.delete(A, generation=5)
+    with pytest.raises(Conflict) as caught:  # a create that was late on its way
+        await node.client.create(asking(generation=3))
+    assert caught.value.code == "stale_generation"
+    assert (await node.client.create(asking(generation=6))).generation == 6
+
+
+async def test_bad_values_are_named(node, asking):
+    with pytest.raises(NotFound) as caught:
+        await node.client.create(asking(template="missing"))
+    assert caught.value.code == "template_not_found"
+    with pytest.raises(SetupRequired) as caught:
+        await node.client.create(asking(runtime="microvm"))
+    assert caught.value.code == "runtime_unavailable"
+    with pytest.raises(NotFound):
+        await node.client.get("b" * 20)
+    with pytest.raises(NotFound):
+        await node.client.stats("../../etc")
+    await node.client.delete("b" * 20, generation=1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"id": "../../../../etc/passwd"}, {"hostname": "a;b"}, {"cpu": "1; rm"}, {"netns": "/proc/1/ns/net"}, {"cpu": 0}],
+)
+async def test_no_path_or_unknown_field_crosses(node, asking, change):
+    transport = httpx2.AsyncHTTPTransport(uds=str(node.settings.node_socket))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node") as http:
+        answer = await http.post("/v1/sandboxes", json=asking().model_dump() | change)
+        assert answer.status_code == 422
+        assert answer.json()["error"]["code"] == "invalid_request"
+        answer = await http.post("/v1/sandboxes", content=b" " * 100_000)
+        assert answer.json()["error"]["code"] == "body_too_large"
+        answer = await http.get("/v2/nothing")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        answer = await http.delete(f"/v1/sandboxes/{A}", params={"generation": "x"})
+        assert answer.status_code == 422
+
+
+async def test_room_is_limited(settings, asking):
+    small = settings.model_copy(update={"max_sandboxes": 2})
+    async with fake_node(small) as node:
+        results = await asyncio.gather(
+            *(node.client.create(asking(letter)) for letter in "abc"), return_exceptions=True
+        )
+        refused = [result for result in results if isinstance(result, CapacityExceeded)]
+        assert len(refused) == 1
+        assert refused[0].details["limit"] == "max_sandboxes"
+        for facts in await node.client.list():
+            await node.client.delete(facts.id, generation=1)
+        await node.client.create(asking("c"))
+        await node.client.delete("c" * 20, generation=1)
+
+
+async def test_delete_ends_a_create_that_goes_on(settings, asking):
+    deleting: list[asyncio.Task[None]] = []
+
+    def delete_now(point: str) -> None:
+        deleting.append(asyncio.get_running_loop().create_task(node.client.delete(A, generation=1)))
+
+    faults = Faults("create.disk.before", action=delete_now)
+    async with fake_node(settings, checkpoint=faults) as node:
+        original = node.parts.slots.take
+
+        async def slow_take(sandbox_id):
+            await deleting_has_come(node)
+            return await original(sandbox_id)
+
+        node.parts.slots.take = slow_take
+        with pytest.raises(Conflict, match="cannot create"):
+            await node.client.create(asking())
+        await asyncio.gather(*deleting)
+        await assert_nothing_left(settings, node.parts)
+        assert "create.start.before" not in faults.seen
+        with pytest.raises(Conflict) as caught:
+            await node.client.create(asking())
+        assert caught.value.code == "stale_generation"
+
+
+async def deleting_has_come(node) -> None:
+    task = node.service._creates[A]
+    while not task.cancelling():  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+
+
+async def test_a_create_goes_on_when_its_caller_hangs_up(node, asking):
+    call = asyncio.create_task(node.client.create(asking()))
+    while not node.service._creates:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert (await node.client.get(A)).alive
+
+
+async def test_deaths_are_told_at_once(node, asking):
+    await node.client.create(asking())
+    known = await node.client.changes(0)
+    assert [facts.id for facts in known.changes] == [A]
+    waiting = asyncio.create_task(node.client.changes(known.seq, wait_s=20))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    pid = node.service._records[A].process.pid
+    os.kill(pid, 9)
+    heard = await asyncio.wait_for(waiting, 2)
+    assert [(facts.id, facts.alive, facts.exit_reason) for facts in heard.changes] == [(A, False, "its process ended")]
+    with pytest.raises(SandboxGone) as caught:
+        await node.dial.dial(A, 1)
+    assert caught.value.code == "sandbox_lost"
+    repeat = await node.client.create(asking())
+    assert not repeat.alive
+    await node.client.delete(A, generation=1)
+    await assert_nothing_left(node.settings, node.parts)
+
+
+async def test_changes_time_out_empty_and_tell_of_deletes(node, asking):
+    empty = await node.client.changes(0, wait_s=0)
+    assert empty.changes == []
+    assert (await node.client.changes(empty.seq, wait_s=0.01)).changes == []
+    await node.client.create(asking())
+    await node.client.delete(A, generation=1)
+    heard = await node.client.changes(empty.seq, wait_s=0)
+    assert [(facts.alive, facts.exit_reason) for facts in heard.changes] == [(False, "it was deleted")]
+    beyond = await node.client.changes(heard.seq + 10**12, wait_s=5)
+    assert (beyond.seq, len(beyond.changes)) == (heard.seq, 1)
+
+
+async def test_a_runtime_without_probe_is_unavailable(settings, asking):
+    async with fake_node(settings) as node:
+
+        async def broken():
+            raise RuntimeError("no such device")
+
+        node.parts.runtimes["fake"].probe = broken
+        with pytest.raises(SetupRequired, match="cannot use runtime") as caught:
+            await node.client.create(asking())
+        assert "no such device" in caught.value.why
+        facts = await node.client.facts()
+        assert [(runtime.available, runtime.reason) for runtime in facts.runtimes] == [
+            (False, "the probe failed: no such device")
+        ]
+
+
+async def test_an_unforeseen_fault_answers_with_a_number_of_the_log(node):
+    async def broken(sandbox_id):
+        raise RuntimeError("secret detail")
+
+    node.service.get = broken
+    with pytest.raises(PlatformError) as caught:
+        await node.client.get(A)
+    assert caught.value.code == "internal"
+    assert "secret" not in json.dumps(caught.value.body())
+
+
+async def test_a_node_that_is_down_says_so(settings):
+    from cpuos.node.client import DialClient, LocalNodeClient
+
+    async with LocalNodeClient(settings.node_socket) as client:
+        for call in (client.list(), DialClient(settings.dial_socket).dial(A, 1)):
+            with pytest.raises(CpuosError) as caught:
+                await call
+            assert (caught.value.code, caught.value.hint) == ("node_unavailable", "cpuos up")
