@@ -6,7 +6,7 @@ import re
 
 from cpuos.errors import InvalidRequest
 
-__all__ = ["parse_duration_s", "parse_size_mib"]
+__all__ = ["parse_duration_s", "parse_size_bytes", "parse_size_mib"]
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -52,6 +52,17 @@ def parse_size_mib(value: str | int, *, name: str = "size") -> int:
     if mib <= 0:
         raise _bad(name, value, "a size is over 0")
     return mib
+
+
+def parse_size_bytes(value: str | int, *, name: str = "size") -> int:
+    """Bytes from a number of bytes or a text such as "64KiB", "1MiB"."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise _bad(name, value, "write bytes, or number and unit: 4096, 64KiB, 1MiB")
+    number, unit = match.groups()
+    return int(float(number) * (_BYTES[unit[0]] if unit else 1))
 
 
 def _bad(name: str, value: object, why: str) -> InvalidRequest:

@@ -1,0 +1,57 @@
+"""The client: everything that user code needs, without the parts of a server. Names load when they are first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cpuos.client._async.client import AsyncClient
+    from cpuos.client._async.job import AsyncJob
+    from cpuos.client._async.sandbox import AsyncSandbox
+    from cpuos.client._async.shell import AsyncShell
+    from cpuos.client._stdin import PIPE
+    from cpuos.client._sync.client import Client
+    from cpuos.client._sync.job import Job
+    from cpuos.client._sync.sandbox import Sandbox
+    from cpuos.client._sync.shell import Shell
+    from cpuos.client._tree import TransferReport
+    from cpuos.client.result import Result
+
+__all__ = [
+    "PIPE",
+    "AsyncClient",
+    "AsyncJob",
+    "AsyncSandbox",
+    "AsyncShell",
+    "Client",
+    "Job",
+    "Result",
+    "Sandbox",
+    "Shell",
+    "TransferReport",
+]
+
+_HOMES = {
+    "PIPE": "_stdin",
+    "AsyncClient": "_async.client",
+    "AsyncJob": "_async.job",
+    "AsyncSandbox": "_async.sandbox",
+    "AsyncShell": "_async.shell",
+    "Client": "_sync.client",
+    "Job": "_sync.job",
+    "Result": "result",
+    "Sandbox": "_sync.sandbox",
+    "Shell": "_sync.shell",
+    "TransferReport": "_tree",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

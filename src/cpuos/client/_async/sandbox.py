@@ -1,0 +1,312 @@
+"""AsyncSandbox: one sandbox, from its creation to its end."""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+from cpuos.client._async.client import AsyncClient
+from cpuos.client._async.commands import AsyncCommands
+from cpuos.client._async.connection import AsyncGateway, make_ticket
+from cpuos.client._async.files import AsyncFiles
+from cpuos.client._async.job import AsyncJob
+from cpuos.client._async.pty import AsyncPty, open_pty
+from cpuos.client._async.shell import AsyncShell
+from cpuos.client._backend_async import shielded
+from cpuos.client._http import Ticket
+from cpuos.client._parse import make_request, parse_answer
+from cpuos.client._sink import LineCallback
+from cpuos.client._start import new_key
+from cpuos.client._stdin import Stdin
+from cpuos.client.result import Result
+from cpuos.errors import CpuosError, NotFound, SandboxGone
+from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxCreated, SandboxList, SandboxState, SandboxUpdate
+from cpuos.types.sandbox import Sandbox as SandboxInfo
+from cpuos.types.units import parse_duration_s, parse_size_mib
+
+__all__ = ["AsyncSandbox"]
+
+_JSON = {"content-type": "application/json"}
+# How long the clean-up of an interrupted create or body may take before the sandbox is left to its timeout.
+CLEAN_UP_S = 30.0
+
+
+class AsyncSandbox:
+    """An isolated, disposable Linux machine. As a context manager it is killed at the end of the block."""
+
+    def __init__(
+        self, client: AsyncClient, info: SandboxInfo, *, ticket: Ticket | None = None, owns: bool = False
+    ) -> None:
+        self._client = client
+        self._owns_client = owns
+        self._info = info
+        self._gateway = AsyncGateway(client.http, client.server, sandbox_id=info.id, ticket=ticket)
+        self.commands = AsyncCommands(self._gateway)
+        self.files = AsyncFiles(self._gateway, client.server)
+
+    @classmethod
+    async def create(
+        cls,
+        template: str = "python",
+        *,
+        name: str | None = None,
+        cpu: int | None = None,
+        memory: str | int | None = None,
+        disk: str | int | None = None,
+        max_processes: int | None = None,
+        timeout: str | float | None = None,
+        labels: Mapping[str, str] | None = None,
+        task: str | None = None,
+        runtime: str | None = None,
+        min_isolation: str | Isolation | None = None,
+        idempotency_key: str | None = None,
+        client: AsyncClient | None = None,
+    ) -> AsyncSandbox:
+        """A running sandbox. Values not given are the server's defaults; sizes are texts such as "2GiB" or MiB.
+
+        `timeout` is the session length: when it ends the sandbox is killed. The same `idempotency_key` again gives
+        the same sandbox. Interrupted in the middle, it kills what was being made.
+        """
+        values: dict[str, Any] = {
+            "template": template,
+            "name": name,
+            "cpu": cpu,
+            "memory_mib": None if memory is None else parse_size_mib(memory, name="memory"),
+            "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
+            "max_processes": max_processes,
+            "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
+            "labels": None if labels is None else dict(labels),
+            "task": task,
+            "runtime": runtime,
+            "min_isolation": min_isolation,
+        }
+        values = {field: value for field, value in values.items() if value is not None}
+        body = make_request(SandboxCreate, values, doing="create sandbox")
+        used = client or AsyncClient()
+        key = idempotency_key or new_key()
+        try:
+            return await cls._create(used, body, key, owns=client is None)
+        except BaseException as error:
+            # Interrupted or cancelled: the server may have made it, or be about to. Its key finds it.
+            if not isinstance(error, CpuosError):
+                await shielded(cls._abandon, used, body, key, timeout_s=CLEAN_UP_S)
+            if client is None:
+                await shielded(used.close, timeout_s=1.0)
+            raise
+
+    @classmethod
+    async def connect(cls, ref: str, *, client: AsyncClient | None = None) -> AsyncSandbox:
+        """An existing sandbox by id, name or unique prefix of its id."""
+        used = client or AsyncClient()
+        try:
+            answer = await used.server.call("GET", _path(ref))
+        except BaseException:
+            if client is None:
+                await shielded(used.close, timeout_s=1.0)
+            raise
+        return cls(used, parse_answer(SandboxInfo, answer.body), owns=client is None)
+
+    @classmethod
+    async def list(
+        cls,
+        *,
+        state: str | SandboxState | None = None,
+        labels: Mapping[str, str] | None = None,
+        name: str | None = None,
+        client: AsyncClient | None = None,
+    ) -> builtins.list[SandboxInfo]:
+        """Records of the workspace's sandboxes: of one state or name, or with all these labels. `connect` opens one."""
+        used = client or AsyncClient()
+        query = {"state": state, "name": name, "label": [f"{key}:{value}" for key, value in (labels or {}).items()]}
+        try:
+            answer = await used.server.call("GET", "/v1/sandboxes", query=query)
+        finally:
+            if client is None:
+                await shielded(used.close, timeout_s=1.0)
+        return parse_answer(SandboxList, answer.body).sandboxes
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout: str | float | None = None,
+        stdin: Stdin | None = None,
+        on_stdout: LineCallback | None = None,
+        on_stderr: LineCallback | None = None,
+        check: bool = False,
+        max_output: str | int = "1MiB",
+    ) -> Result:
+        """Run a command to its end. A text is run by bash, a list as it is, in /workspace as `user`.
+
+        Output callbacks get whole lines of text without the newline, as they come; the last one may have no end.
+        After `timeout` the whole process tree is killed: status `timed_out`, with the output until then. A non-zero
+        exit code is a result; `check=True` raises CommandFailed. `max_output` bytes of each stream are kept in the
+        result. Without `stdin` the program reads end of file. An interrupt kills the command.
+        """
+        return await self.commands.exec(
+            command,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout=timeout,
+            stdin=stdin,
+            on_stdout=on_stdout,
+            on_stderr=on_stderr,
+            check=check,
+            max_output=max_output,
+        )
+
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout: str | float | None = None,
+        stdin: Stdin | None = None,
+        on_stdout: LineCallback | None = None,
+        on_stderr: LineCallback | None = None,
+        max_output: str | int = "1MiB",
+    ) -> AsyncJob:
+        """Start a command and return while it runs. `stdin=PIPE` leaves its input open for `job.write_stdin`.
+
+        Data given as `stdin` is sent before this returns.
+        """
+        return await self.commands.spawn(
+            command,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout=timeout,
+            stdin=stdin,
+            on_stdout=on_stdout,
+            on_stderr=on_stderr,
+            max_output=max_output,
+        )
+
+    def shell(self, *, user: str | None = None, cwd: str | os.PathLike[str] = "/workspace") -> AsyncShell:
+        """A shell that keeps directory, variables and functions between runs."""
+        return AsyncShell(self.commands, self.files, user=user, cwd=os.fspath(cwd))
+
+    async def pty(
+        self,
+        command: str | Sequence[str] = "bash -l",
+        *,
+        cols: int = 80,
+        rows: int = 24,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout: str | float | None = None,
+    ) -> AsyncPty:
+        """A command on a terminal; close it, or use it as a context manager."""
+        return await open_pty(self._gateway, command, size=(cols, rows), cwd=cwd, env=env, user=user, timeout=timeout)
+
+    async def kill(self) -> None:
+        """End the sandbox and all in it. Killing an ended one changes nothing."""
+        answer = await self._client.server.call("DELETE", _path(self.id))
+        self._info = parse_answer(SandboxInfo, answer.body)
+        await self.close()
+
+    async def close(self) -> None:
+        """End this object's connections; the sandbox lives on until its timeout, or until someone kills it."""
+        if self._owns_client:
+            await self._client.close()
+
+    async def refresh(self) -> SandboxInfo:
+        """Read the record anew."""
+        self._info = parse_answer(SandboxInfo, (await self._client.server.call("GET", _path(self.id))).body)
+        return self._info
+
+    async def set_timeout(self, timeout: str | float) -> None:
+        """New session length, counted from now."""
+        await self._update(timeout_s=parse_duration_s(timeout, name="timeout"))
+
+    async def set_labels(self, labels: Mapping[str, str]) -> None:
+        """Replace the labels."""
+        await self._update(labels=dict(labels))
+
+    @property
+    def id(self) -> str:
+        return self._info.id
+
+    @property
+    def name(self) -> str | None:
+        return self._info.name
+
+    @property
+    def state(self) -> SandboxState:
+        """The state as last read; `refresh` reads it anew."""
+        return self._info.state
+
+    @property
+    def isolation(self) -> Isolation | None:
+        return self._info.isolation
+
+    @property
+    def isolation_detail(self) -> str:
+        return self._info.isolation_detail
+
+    @property
+    def expires_at(self) -> datetime | None:
+        return self._info.expires_at
+
+    @property
+    def info(self) -> SandboxInfo:
+        """The whole record as last read."""
+        return self._info
+
+    async def __aenter__(self) -> AsyncSandbox:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await shielded(self.kill, timeout_s=CLEAN_UP_S)
+        except (NotFound, SandboxGone):
+            pass
+        except CpuosError:
+            # The error of the block says more than that of the clean-up; the sandbox's timeout still ends it.
+            if error is None:
+                raise
+        finally:
+            await self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} {self.state}>"
+
+    async def _update(self, **values: Any) -> None:
+        body = make_request(SandboxUpdate, values, doing="update sandbox")
+        answer = await self._client.server.call("PATCH", _path(self.id), content=body)
+        self._info = parse_answer(SandboxInfo, answer.body)
+
+    @classmethod
+    async def _create(cls, client: AsyncClient, body: bytes, key: str, *, owns: bool) -> AsyncSandbox:
+        answer = await client.server.call(
+            "POST", "/v1/sandboxes", headers={"idempotency-key": key}, content=body, read_timeout_s=120.0
+        )
+        created = parse_answer(SandboxCreated, answer.body)
+        return cls(client, created.sandbox, ticket=make_ticket(created.access, answer), owns=owns)
+
+    @classmethod
+    async def _abandon(cls, client: AsyncClient, body: bytes, key: str) -> None:
+        try:
+            made = await cls._create(client, body, key, owns=False)
+            await made.kill()
+        except CpuosError:
+            # Not reachable, or never made: what may exist ends by its own timeout.
+            return
+
+
+def _path(ref: str) -> str:
+    return f"/v1/sandboxes/{quote(ref, safe='')}"

@@ -1,0 +1,172 @@
+"""What a call needs to know about HTTP, without doing any: queries, errors in answers, when to try again, tickets."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote
+
+from cpuos.errors import CpuosError, PlatformError, Unavailable, error_from_body
+
+__all__ = [
+    "BRIEF",
+    "PATIENT",
+    "Answer",
+    "Once",
+    "Patience",
+    "Retry",
+    "Ticket",
+    "TransportFailure",
+    "answer_error",
+    "encode_query",
+    "unreachable",
+]
+
+QueryValue = str | bytes | int | float | bool | list[str] | None
+# Answers that say "not now": the part behind is restarting. 429 is an answer about limits, so it is never repeated.
+_PASSING_CODES = frozenset({"server_unavailable", "gateway_unavailable", "idempotency_in_progress"})
+
+
+class TransportFailure(Exception):
+    """The connection failed. `sent` False: the request certainly did not reach the other side."""
+
+    def __init__(self, reason: str, *, sent: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.sent = sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole HTTP answer. Header names are lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A body that can be sent one time only."""
+
+    chunks: Any
+
+
+def encode_query(values: Mapping[str, QueryValue]) -> str:
+    """Query text with "?" of the values that are not None; a list repeats its name.
+
+    Text is encoded as file names are, so any path passes.
+    """
+    parts = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, bool):
+                item = "true" if item else "false"
+            elif not isinstance(item, str | bytes):
+                item = str(item)
+            parts.append(f"{name}={quote(os.fsencode(item), safe='/')}")
+    return "?" + "&".join(parts) if parts else ""
+
+
+def answer_error(status: int, body: bytes) -> CpuosError:
+    """The error that an answer carries; what is not an error body of ours becomes an error that says so."""
+    import json
+
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        text = body[:200].decode("utf-8", "replace").strip()
+        return PlatformError(f"cannot read the answer: HTTP {status} without an error body", text, code="internal")
+    return error_from_body(parsed, status=status)
+
+
+def unreachable(code: str, *, url: str, reason: str, sent: bool) -> Unavailable:
+    """The three lines for a part that cannot be reached, or was lost before it answered."""
+    part = "server" if code == "server_unavailable" else "gateway"
+    if sent:
+        what = f"cannot tell the outcome of the call: the cpuOS {part} at {url} went away before it answered"
+    else:
+        what = f"cannot reach the cpuOS {part}: {url}"
+    return Unavailable(what, reason, code=code, hint="cpuos up")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a call waits for a part that is away."""
+
+    attempts: int
+    first_delay_s: float = 0.1
+    max_delay_s: float = 2.0
+
+
+# A server never reached yet is probably not running: say so soon. One that answered before is probably restarting.
+BRIEF = Patience(attempts=3)
+PATIENT = Patience(attempts=10)
+
+
+class Retry:
+    """Decides after each failure: the delay before the next attempt, or None to give up."""
+
+    def __init__(self, patience: Patience, *, repeatable: bool) -> None:
+        self._patience = patience
+        self._repeatable = repeatable
+        self._failures = 0
+
+    def after_failure(self, failure: TransportFailure) -> float | None:
+        """A request that may have arrived is repeated only when a repeat changes nothing."""
+        return self._next_delay() if self._repeatable or not failure.sent else None
+
+    def after_error(self, error: CpuosError) -> float | None:
+        return self._next_delay() if self._repeatable and error.code in _PASSING_CODES else None
+
+    def progress(self) -> None:
+        """Something new arrived: the other side works, so patience starts anew."""
+        self._failures = 0
+
+    def _next_delay(self) -> float | None:
+        self._failures += 1
+        if self._failures >= self._patience.attempts:
+            return None
+        delay = min(self._patience.first_delay_s * 2 ** (self._failures - 1), self._patience.max_delay_s)
+        return delay * random.uniform(0.8, 1.2)
+
+
+class Ticket:
+    """A data-plane ticket and its age, told by the local monotonic clock and the server's own `Date`."""
+
+    def __init__(
+        self,
+        *,
+        data_url: str,
+        ticket: str,
+        expires_at: datetime,
+        date: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.data_url = data_url.rstrip("/")
+        self.headers = {"authorization": f"Bearer {ticket}"}
+        self._clock = clock
+        self._stale_at = clock() + 0.9 * _lifetime_s(expires_at, date)
+
+    @property
+    def fresh(self) -> bool:
+        """Good for a request whose body cannot be sent twice; others just try and renew on `ticket_expired`."""
+        return self._clock() < self._stale_at
+
+
+def _lifetime_s(expires_at: datetime, date: str | None) -> float:
+    if expires_at.tzinfo is None:
+        expires_at = expires_at.replace(tzinfo=UTC)
+    try:
+        now = parsedate_to_datetime(date) if date else datetime.now(UTC)
+    except ValueError:
+        now = datetime.now(UTC)
+    return max((expires_at - now).total_seconds(), 0.0)

@@ -1,0 +1,37 @@
+"""Answers to wire types, and a caller's values to request types, with errors that name the field."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from cpuos.errors import InvalidRequest, PlatformError
+
+__all__ = ["make_request", "parse_answer"]
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse_answer(model: type[Model], body: bytes) -> Model:
+    """Unknown fields pass; a missing or wrong one is a fault of the other side."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise PlatformError(f"cannot read the answer: {model.__name__}", _first_problem(error)) from error
+
+
+def make_request(model: type[Model], values: dict[str, Any], *, doing: str) -> bytes:
+    """JSON of the request, or InvalidRequest that names field and value."""
+    try:
+        return model(**values).model_dump_json(exclude_defaults=True).encode()
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in problem["loc"])
+        shown = f": {field}={problem.get('input')!r:.200}" if field else ""
+        raise InvalidRequest(f"cannot {doing}{shown}", problem["msg"], details={"field": field}) from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"

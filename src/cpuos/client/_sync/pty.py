@@ -1,0 +1,136 @@
+# Generated from src/cpuos/client/_async/pty.py by scripts/gen_sync.py; edit that.
+"""A command on a terminal: keys up, screen down, over one WebSocket."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+
+from cpuos.client._backend_sync import Lock, WebSocket, shielded
+from cpuos.client._http import TransportFailure, answer_error, encode_query, unreachable
+from cpuos.client._sink import OutputSink
+from cpuos.client._start import encode_start
+from cpuos.client._stream import CommandStream, Output
+from cpuos.client._sync.connection import Gateway
+from cpuos.client.result import Result, raise_platform_failure
+from cpuos.errors import CpuosError
+from cpuos.types.frames import FrameKind, encode_frame
+
+__all__ = ["Pty", "open_pty"]
+
+# Frames hold up to 1 MiB; keys come in small pieces, pasted text in these.
+PIECE_BYTES = 1 << 16
+
+
+class Pty:
+    """Iterate over the screen's bytes; `send` keys meanwhile. At the end of the block the command is killed."""
+
+    def __init__(self, socket: WebSocket) -> None:
+        self._socket = socket
+        self._stream = CommandStream()
+        self._sink = OutputSink(on_stdout=None, on_stderr=None, max_output="1MiB")
+        # Guards the order of what is sent, and with it the offset.
+        self._sending = Lock()
+        self._sent = 0
+        self._closed = False
+
+    @property
+    def id(self) -> str | None:
+        """Id of the command; None before the first output."""
+        return self._stream.command_id
+
+    def send(self, data: bytes | str) -> None:
+        """Type these bytes."""
+        data = data.encode() if isinstance(data, str) else data
+        with self._sending:
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                self._socket.send(encode_frame(FrameKind.STDIN, piece, offset=self._sent))
+                self._sent += len(piece)
+
+    def resize(self, cols: int, rows: int) -> None:
+        """New size of the screen."""
+        self._send_json(FrameKind.RESIZE, {"cols": cols, "rows": rows})
+
+    def kill(self, signal: str = "KILL") -> None:
+        """Signal the command; "INT" is Ctrl-C."""
+        self._send_json(FrameKind.KILL, {"signal": signal})
+
+    def __iter__(self) -> Iterator[bytes]:
+        while self._stream.ended is None:
+            try:
+                message = self._socket.receive()
+            except TransportFailure as failure:
+                raise self._stream.cut_error(failure.reason) from failure
+            for event in self._stream.feed(message):
+                self._sink.take(event)
+                if isinstance(event, Output):
+                    yield event.data
+
+    def wait(self) -> Result:
+        """The result once the command ended; output not yet iterated over is passed by."""
+        for _ in self:
+            pass
+        assert self._stream.ended is not None
+        result = self._sink.result(self._stream.ended)
+        raise_platform_failure(result)
+        return result
+
+    def close(self) -> None:
+        """Leave the terminal; a command still running is killed."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._stream.ended is None:
+                self.kill()
+        except TransportFailure:
+            # Cut already: its end is on record all the same.
+            return
+        finally:
+            self._socket.close()
+
+    def __enter__(self) -> Pty:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shielded(self.close, timeout_s=5.0)
+
+    def _send_json(self, kind: FrameKind, value: dict[str, object]) -> None:
+        with self._sending:
+            self._socket.send(encode_frame(kind, json.dumps(value).encode()))
+
+
+def open_pty(
+    gateway: Gateway,
+    command: str | Sequence[str],
+    *,
+    size: tuple[int, int],
+    cwd: str | os.PathLike[str] | None,
+    env: Mapping[str, str] | None,
+    user: str | None,
+    timeout: str | float | None,
+) -> Pty:
+    """Start a command on a terminal of this size (columns, rows)."""
+    # A text is split into words here: run by `bash -c` there would be a second shell around it.
+    argv = shlex.split(command) if isinstance(command, str) else command
+    body = encode_start(argv, cwd=cwd, env=env, user=user, timeout=timeout, open_stdin=True, pty=size)
+    start = base64.urlsafe_b64encode(body).rstrip(b"=").decode()
+    for attempt in range(2):
+        base_url, headers = gateway.websocket_target()
+        url = "ws" + base_url.removeprefix("http") + f"{gateway.root}/pty" + encode_query({"start": start})
+        try:
+            return Pty(WebSocket.connect(url, headers))
+        except TransportFailure as failure:
+            raise unreachable("gateway_unavailable", url=base_url, reason=failure.reason, sent=False) from failure
+        except WebSocket.Refused as refused:
+            error: CpuosError = answer_error(refused.status, refused.body)
+            if attempt or not gateway.renews(error, headers):
+                raise error from None
+    raise AssertionError("the second attempt returns or raises")

@@ -1,0 +1,76 @@
+"""Where the server is and which key opens it: argument, then environment, then the credentials file of `cpuos up`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cpuos.errors import AuthenticationError, InvalidRequest
+
+__all__ = ["DEFAULT_API_URL", "Config", "load_config"]
+
+DEFAULT_API_URL = "http://127.0.0.1:7070"
+CREDENTIALS_PATH = ".config/cpuos/credentials.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Address of the server, and the key, which does not print."""
+
+    api_url: str
+    api_key: str = field(repr=False)
+
+
+def load_config(
+    api_url: str | None = None,
+    api_key: str | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    home: Path | None = None,
+) -> Config:
+    """Find server and key. A key found in the file is sent only to the server that the file names."""
+    environ = os.environ if environ is None else environ
+    path = (home or Path.home()) / CREDENTIALS_PATH
+    stored_url, stored_key = _read_credentials(path)
+    url = _checked(api_url or environ.get("CPUOS_API_URL") or stored_url or DEFAULT_API_URL)
+    key = api_key or environ.get("CPUOS_API_KEY")
+    if not key and stored_key and url == _checked(stored_url or DEFAULT_API_URL):
+        key = stored_key
+    if not key:
+        raise AuthenticationError(
+            f"cannot find an API key for {url}",
+            f"CPUOS_API_KEY is not set and {path} has no key for this server",
+            code="key_missing",
+            hint="cpuos up",
+        )
+    return Config(api_url=url, api_key=key)
+
+
+def _read_credentials(path: Path) -> tuple[str | None, str | None]:
+    try:
+        stored = json.loads(path.read_text("utf-8"))
+    except OSError:
+        return None, None
+    except ValueError as error:
+        raise InvalidRequest(
+            f"cannot read credentials: {path}", f"the file is not JSON: {error}", hint=f"rm {path} && cpuos up"
+        ) from error
+    if not isinstance(stored, dict):
+        return None, None
+    url, key = stored.get("api_url"), stored.get("api_key")
+    return (url if isinstance(url, str) else None), (key if isinstance(key, str) else None)
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRequest(
+            f"cannot use API URL: {url!r}",
+            "it is http:// or https:// with a host",
+            hint=f"CPUOS_API_URL={DEFAULT_API_URL}",
+        )
+    return url.rstrip("/")
