@@ -1,0 +1,90 @@
+"""`python -m cpuos.gateway`: the gateway's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from contextlib import suppress
+
+import structlog
+import uvloop
+
+from cpuos.gateway.service import open_gateway, serve_gateway
+from cpuos.gateway.spool import SpoolLimits
+from cpuos.node.client import DialClient
+from cpuos.settings import Settings, load_settings, publish_endpoint
+
+MEMORY_LIMIT_VARIABLE = "CPUOS_GATEWAY_MEMORY_BYTES"
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT. What runs in sandboxes goes on; the next process takes it up."""
+    os.umask(0o077)
+    _configure_logs()
+    _set_limits()
+    uvloop.run(_serve(load_settings()))
+
+
+async def _serve(settings: Settings) -> None:
+    log = structlog.get_logger("gateway")
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    settings.gateway_run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
+    spool_limits = SpoolLimits(
+        head_bytes=settings.output_head_bytes,
+        tail_bytes=settings.output_tail_bytes,
+        sandbox_bytes=settings.output_sandbox_bytes,
+    )
+    dialler = DialClient(settings.dial_socket)
+    peers = frozenset({0, os.geteuid(), settings.server_uid})
+    async with (
+        open_gateway(
+            settings.gateway_state_dir,
+            public_key=settings.server_public_key,
+            dialler=dialler,
+            spool_limits=spool_limits,
+        ) as gateway,
+        serve_gateway(
+            gateway,
+            host=settings.gateway_host,
+            port=settings.gateway_port,
+            control_socket=settings.gateway_socket,
+            control_peers=peers,
+        ) as url,
+    ):
+        publish_endpoint(settings.gateway_endpoint, settings.gateway_public_url or url)
+        log.info("gateway.ready", url=url)
+        await stop.wait()
+        log.info("gateway.stopping")
+    with suppress(FileNotFoundError):
+        settings.gateway_endpoint.unlink()
+
+
+def _configure_logs() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.WriteLoggerFactory(file=os.fdopen(os.dup(2), "w", buffering=1)),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _set_limits() -> None:
+    """Descriptors up to the hard limit; memory where the operator says so."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    memory = os.environ.get(MEMORY_LIMIT_VARIABLE, "")
+    if memory.isdigit():
+        resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Who may come in: the ticket of a call, and the sandbox that it opens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cpuos.errors import AuthenticationError, Forbidden
+from cpuos.gateway.calls import Call
+from cpuos.gateway.journal import Journal
+from cpuos.gateway.limits import GatewayLimits
+from cpuos.gateway.sandboxes import GatewaySandbox, Sandboxes
+from cpuos.gateway.streams import OpenStreams
+from cpuos.gateway.tickets import Revocations, Ticket, TicketVerifier
+
+__all__ = ["Gateway", "authorize", "bearer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """What the handlers work with."""
+
+    sandboxes: Sandboxes
+    journal: Journal
+    verifier: TicketVerifier
+    revocations: Revocations
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
+    streams: OpenStreams = field(default_factory=OpenStreams)
+
+
+def bearer(call: Call) -> str:
+    """The ticket's text."""
+    value = call.header(b"authorization")
+    if value is None:
+        raise AuthenticationError(
+            "cannot serve the call without a ticket", "send Authorization: Bearer TICKET", code="key_missing"
+        )
+    kind, _, text = value.partition(" ")
+    if kind.lower() != "bearer":
+        raise AuthenticationError("cannot read Authorization", "it is not `Bearer TICKET`", code="ticket_invalid")
+    return text.strip()
+
+
+def authorize(gateway: Gateway, sandbox_id: str, text: str, *, scope: str) -> tuple[GatewaySandbox, Ticket]:
+    """The sandbox that the ticket opens, at its generation; everything else raises."""
+    ticket = gateway.verifier.verify(text)
+    if ticket.sandbox != sandbox_id:
+        raise AuthenticationError("cannot use the ticket: it is for another sandbox", code="ticket_invalid")
+    if scope not in ticket.scope:
+        raise Forbidden(f"cannot do this with the ticket: it does not grant {scope}")
+    sandbox = gateway.sandboxes.get(sandbox_id)
+    sandbox.check_generation(ticket)
+    return sandbox, ticket

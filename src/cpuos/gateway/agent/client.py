@@ -1,0 +1,283 @@
+"""The agent of one sandbox generation: a few kept connections, and the calls of the guest contract."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from cpuos.errors import AgentFailure, CpuosError
+from cpuos.gateway.agent.answers import AgentCommands, Hello, read_answer, refusal
+from cpuos.gateway.agent.connection import AgentConnection, FrameSink, open_connection
+from cpuos.gateway.agent.http import AnswerHead, agent_invalid
+
+__all__ = ["AgentClient", "Dialled", "Dialler"]
+
+MAX_JSON = 4 << 20
+MAX_IDLE = 4
+SPARE = 2
+"""Connections held ready, so that a command start waits for no dial."""
+IDLE_LIMIT_S = 300.0
+FIRST_CONNECT_LIMIT_S = 0.1
+"""While a sandbox boots, a SYN into its not yet living link is lost: better a new one than TCP's retry after 1 s."""
+BOOT_POLL_S = 0.01
+DELETE_QUIET_S = 0.5
+DELETE_BATCH = 32
+
+
+class Dialled(Protocol):
+    """What the node gives: a socket to connect, and the signed identity for the agent."""
+
+    @property
+    def socket(self) -> Any: ...
+    @property
+    def address(self) -> tuple[str, int] | str: ...
+    @property
+    def statement(self) -> bytes: ...
+    @property
+    def signature(self) -> bytes: ...
+    @property
+    def session_key(self) -> bytes: ...
+
+
+class Dialler(Protocol):
+    """`cpuos.node.client.DialClient`, or a stand-in."""
+
+    async def dial(self, sandbox_id: str, generation: int) -> Dialled: ...
+
+
+class AgentClient:
+    """Opened by `identify`. Every call takes a connection of its own; a call that fails half-way closes it."""
+
+    def __init__(self, dialler: Dialler, *, sandbox_id: str, generation: int) -> None:
+        self._dialler = dialler
+        self._sandbox_id = sandbox_id
+        self._generation = generation
+        self._session = b""
+        self._idle: list[tuple[AgentConnection, float]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._refilling = False
+        self._ended: list[str] = []
+        self._closed = False
+
+    async def aclose(self) -> None:
+        """Close what is idle; connections in use are closed by their users."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        for connection, _ in self._idle:
+            connection.close()
+        self._idle.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # identity
+
+    async def identify(self, *, wait_s: float) -> Hello:
+        """Make the agent ours: dial until it answers, prove who asks, and check who answers."""
+        deadline = time.monotonic() + wait_s
+        connect_limit_s = FIRST_CONNECT_LIMIT_S
+        while True:
+            try:
+                return await self._identify_once(connect_limit_s)
+            except AgentFailure as error:
+                if error.code != "agent_unresponsive" or time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(BOOT_POLL_S)
+            connect_limit_s = min(connect_limit_s * 1.5, 2.0)
+
+    async def _identify_once(self, connect_limit_s: float) -> Hello:
+        dialled = await self._dialler.dial(self._sandbox_id, self._generation)
+        connection = await open_connection(dialled.socket, dialled.address, limit_s=connect_limit_s)
+        try:
+            body = json.dumps(
+                {
+                    "statement": base64.b64encode(dialled.statement).decode(),
+                    "signature": base64.b64encode(dialled.signature).decode(),
+                }
+            ).encode()
+            connection.request(_head("POST", "/v1/identity", b"", length=len(body)), body)
+            answer = await connection.read_head(limit_s=5.0)
+            told = await connection.read_body(answer, limit=MAX_JSON)
+            if answer.status != 200:
+                raise refusal(told, what="cannot make the sandbox's agent ours")
+            hello = read_answer(Hello, told)
+            if hello.sandbox != self._sandbox_id or hello.generation != self._generation:
+                raise agent_invalid("it names another sandbox or generation than was dialled")
+        except BaseException:
+            connection.close()
+            raise
+        self._session = b"Authorization: Bearer " + dialled.session_key.hex().encode() + b"\r\n"
+        self._give(connection, answer)
+        self._refill()
+        return hello
+
+    # plain calls
+
+    async def call(
+        self, method: str, target: str, *, what: str, body: bytes = b"", limit: int = MAX_JSON, limit_s: float = 30.0
+    ) -> bytes:
+        """One JSON call: the body of its 2xx answer, else the agent's refusal as our error."""
+        async with self.exchange(method, target, body=body, limit_s=limit_s) as (connection, head):
+            told = await connection.read_body(head, limit=limit)
+        if not 200 <= head.status < 300:
+            raise refusal(told, what=what)
+        return told
+
+    @asynccontextmanager
+    async def exchange(
+        self, method: str, target: str, *, body: bytes = b"", limit_s: float = 30.0
+    ) -> AsyncIterator[tuple[AgentConnection, AnswerHead]]:
+        """Send a request and give its answer's head; the connection goes back when the body was read to its end."""
+        request = _head(method, target, self._session, length=len(body) if body or method != "GET" else None)
+        connection, fresh = await self._take()
+        try:
+            connection.request(request, body)
+            try:
+                head = await connection.read_head(limit_s=limit_s)
+            except AgentFailure:
+                if fresh or connection.answered:
+                    raise
+                # A kept connection that the agent had closed meanwhile: the request was not read.
+                connection.close()
+                connection = await self._dial()
+                connection.request(request, body)
+                head = await connection.read_head(limit_s=limit_s)
+            if head.upgraded:
+                raise agent_invalid("it upgraded a connection unasked")
+            yield connection, head
+        except BaseException:
+            connection.close()
+            raise
+        self._give(connection, head)
+
+    @asynccontextmanager
+    async def upload(self, method: str, target: str, *, length: int | None) -> AsyncIterator[AgentConnection]:
+        """Send a request head; the caller sends the body (chunked where `length` is None) and reads the answer."""
+        connection, _ = await self._take()
+        try:
+            connection.request(_head(method, target, self._session, length=length, chunked=length is None))
+            yield connection
+        finally:
+            # Used up: whether the agent read the whole body is not worth the proof.
+            connection.close()
+            self._refill()
+
+    # streams
+
+    async def stream(
+        self, method: str, target: str, *, sink: FrameSink, what: str, body: bytes = b"", limit_s: float = 30.0
+    ) -> AgentConnection:
+        """Upgrade a connection to frames for the sink; a refusal comes as our error, and nothing streams."""
+        extra = self._session + b"Connection: Upgrade\r\nUpgrade: cpuos-frames/1\r\n"
+        request = _head(method, target, extra, length=len(body) if method != "GET" else None)
+        connection, fresh = await self._take()
+        try:
+            connection.request(request, body)
+            try:
+                head = await connection.read_head(limit_s=limit_s)
+            except AgentFailure:
+                if fresh or connection.answered:
+                    raise
+                connection.close()
+                connection = await self._dial()
+                connection.request(request, body)
+                head = await connection.read_head(limit_s=limit_s)
+            if head.upgraded:
+                connection.upgrade(sink)
+                self._refill()
+                return connection
+            told = await connection.read_body(head, limit=MAX_JSON)
+        except BaseException:
+            connection.close()
+            raise
+        self._give(connection, head)
+        if head.status < 400:
+            raise agent_invalid(f"it answered {head.status} where a stream was asked")
+        raise refusal(told, what=what)
+
+    # commands that the agent need not keep
+
+    def forget_command(self, command_id: str) -> None:
+        """Tell the agent, in a quiet moment, that the end of this command is recorded."""
+        self._ended.append(command_id)
+        if len(self._ended) == 1:
+            self._spawn(self._forget_later())
+
+    def kill_command_later(self, command_id: str) -> None:
+        """For a start whose answer was lost or wrong: should it run, nobody records it, so it must not go on."""
+        self._spawn(self._kill(command_id))
+
+    async def _kill(self, command_id: str) -> None:
+        body = json.dumps({"signal": 9, "reason": "its start could not be recorded"}).encode()
+        with contextlib.suppress(CpuosError):
+            await self.call("POST", f"/v1/commands/{command_id}/kill", what="cannot kill the command", body=body)
+            self.forget_command(command_id)
+
+    async def _forget_later(self) -> None:
+        while self._ended:
+            if len(self._ended) < DELETE_BATCH:
+                await asyncio.sleep(DELETE_QUIET_S)
+            batch, self._ended[:] = self._ended[:], []
+            for command_id in batch:
+                with contextlib.suppress(CpuosError):
+                    await self.call("DELETE", f"/v1/commands/{command_id}", what="cannot forget the command")
+
+    async def commands(self) -> AgentCommands:
+        """What the agent still knows."""
+        return read_answer(AgentCommands, await self.call("GET", "/v1/commands", what="cannot list the commands"))
+
+    # connections
+
+    async def _take(self) -> tuple[AgentConnection, bool]:
+        while self._idle:
+            connection, since = self._idle.pop()
+            if connection.usable and time.monotonic() - since < IDLE_LIMIT_S:
+                return connection, False
+            connection.close()
+        return await self._dial(), True
+
+    def _give(self, connection: AgentConnection, head: AnswerHead) -> None:
+        if self._closed or not head.reusable or not connection.usable or len(self._idle) >= MAX_IDLE:
+            connection.close()
+        else:
+            self._idle.append((connection, time.monotonic()))
+
+    async def _dial(self) -> AgentConnection:
+        dialled = await self._dialler.dial(self._sandbox_id, self._generation)
+        return await open_connection(dialled.socket, dialled.address)
+
+    def _refill(self) -> None:
+        if not self._refilling and not self._closed and len(self._idle) < SPARE:
+            self._refilling = True
+            self._spawn(self._refill_later())
+
+    async def _refill_later(self) -> None:
+        try:
+            with contextlib.suppress(CpuosError):
+                while len(self._idle) < SPARE:
+                    connection = await self._dial()
+                    if self._closed:
+                        connection.close()
+                        return
+                    self._idle.insert(0, (connection, time.monotonic()))
+        finally:
+            self._refilling = False
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _head(method: str, target: str, extra: bytes, *, length: int | None = None, chunked: bool = False) -> bytes:
+    lines = f"{method} {target} HTTP/1.1\r\nHost: agent\r\n".encode("ascii") + extra
+    if chunked:
+        lines += b"Transfer-Encoding: chunked\r\n"
+    elif length is not None:
+        lines += b"Content-Length: %d\r\n" % length
+    return lines + b"\r\n"

@@ -1,0 +1,304 @@
+"""One connection to an agent: requests one after the other, or, after an upgrade, frames both ways.
+
+Received bytes lie in one buffer that grows while data comes in bulk. In HTTP the reader takes them out and the socket
+is paused while the buffer is full; frames are handed to the sink as they arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from cpuos.errors import AgentFailure, CpuosError
+from cpuos.gateway.agent.frames import FramePieces
+from cpuos.gateway.agent.http import MAX_HEAD_BYTES, AnswerHead, AnswerParser, ChunkedDecoder, agent_invalid
+from cpuos.types.frames import FrameKind
+
+__all__ = ["AgentConnection", "FrameSink", "agent_unresponsive", "open_connection"]
+
+CONNECT_LIMIT_S = 2.0
+ANSWER_LIMIT_S = 30.0
+SMALL_BUFFER = MAX_HEAD_BYTES + 4096
+LARGE_BUFFER = 256 << 10
+WRITE_HIGH_WATER = 256 << 10
+
+
+class FrameSink(Protocol):
+    """Takes what an upgraded connection brings. An exception from `frame` closes the connection with that error."""
+
+    def opened(self, connection: AgentConnection) -> None:
+        """The upgrade was accepted; frames follow."""
+        ...
+
+    def frame(self, kind: FrameKind, offset: int, payload: memoryview | bytes) -> None: ...
+
+    def cut(self, error: CpuosError | None) -> None:
+        """The connection ended; None: between two frames, by the agent or by us."""
+        ...
+
+
+def agent_unresponsive(why: str) -> AgentFailure:
+    """The one error for an agent that does not answer."""
+    return AgentFailure("cannot reach the sandbox's agent", why, code="agent_unresponsive")
+
+
+async def open_connection(
+    guest: socket.socket, address: tuple[str, int] | str, *, limit_s: float = CONNECT_LIMIT_S
+) -> AgentConnection:
+    """Connect a socket that the node made; closes it on failure."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(limit_s):
+            await loop.sock_connect(guest, address)
+        if guest.family in (socket.AF_INET, socket.AF_INET6):
+            guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _, connection = await loop.create_connection(lambda: AgentConnection(loop), sock=guest)
+    except (OSError, TimeoutError) as error:
+        guest.close()
+        raise agent_unresponsive(str(error) or f"no connection within {limit_s:g} s") from error
+    except BaseException:
+        guest.close()
+        raise
+    return connection
+
+
+class AgentConnection(asyncio.BufferedProtocol):
+    """See the module's text. Not for two users at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray(SMALL_BUFFER)
+        self._start = 0
+        self._end = 0
+        self._reading_paused = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._writing_paused = False
+        self._error: CpuosError | None = None
+        self._eof = False
+        self._pieces = FramePieces()
+        self._sink: FrameSink | None = None
+        self.answered = False
+        """Bytes of the answer to the last request have come."""
+
+    # what the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._sink is None and self._start and self._end == len(self._buffer):
+            self._compact()
+        return memoryview(self._buffer)[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        full = self._end + nbytes == len(self._buffer)
+        self.answered = True
+        if self._sink is not None:
+            self._hand_out(memoryview(self._buffer)[:nbytes])
+            if full and len(self._buffer) < LARGE_BUFFER:
+                self._buffer = bytearray(min(len(self._buffer) * 4, LARGE_BUFFER))
+            return
+        self._end += nbytes
+        if full and not self._start:
+            if len(self._buffer) < LARGE_BUFFER:
+                self._buffer = self._buffer + bytearray(min(len(self._buffer) * 3, LARGE_BUFFER - len(self._buffer)))
+            else:
+                self._reading_paused = True
+                self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        self._eof = True
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._eof = True
+        if error is not None and self._error is None:
+            self._error = agent_unresponsive(f"the connection broke: {error}")
+        self._wake()
+        if self._sink is not None:
+            sink, self._sink = self._sink, None
+            cut = self._error
+            if cut is None and not self._pieces.whole:
+                cut = agent_unresponsive("the stream was cut within a frame")
+            sink.cut(cut)
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # requests
+
+    @property
+    def usable(self) -> bool:
+        """Idle and open: another request may be sent."""
+        return not self._eof and self._error is None and self._end == self._start and not self.closing
+
+    @property
+    def closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def close(self) -> None:
+        """End the connection now; what was not sent is dropped."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def write(self, data: bytes) -> None:
+        """Send without waiting; for a bounded amount."""
+        if not self.closing:
+            self._transport.write(data)
+
+    async def send(self, data: bytes, *, limit_s: float = ANSWER_LIMIT_S) -> None:
+        """Send and wait until the socket takes more; returns early when an answer has come already."""
+        self.write(data)
+        if self._writing_paused and not self.closing:
+            self._drained = self._loop.create_future()
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._drained
+            except TimeoutError:
+                raise agent_unresponsive(f"it took no data for {limit_s:g} s") from None
+
+    @property
+    def answer_came(self) -> bool:
+        """Something of the answer is here, or the connection is gone."""
+        return self._end > self._start or self._eof
+
+    def request(self, head: bytes, body: bytes = b"") -> None:
+        """Send one request whose body is at hand."""
+        self.answered = False
+        self.write(head + body if body else head)
+
+    async def read_head(self, *, limit_s: float = ANSWER_LIMIT_S) -> AnswerHead:
+        """The head of the answer; interim answers are passed over."""
+        parser = AnswerParser()
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    head, self._start = parser.parse(self._buffer, self._start, self._end)
+                    if head is not None:
+                        return head
+                    await self._more()
+        except TimeoutError:
+            raise agent_unresponsive(f"it did not answer within {limit_s:g} s") from None
+
+    async def read_body(self, head: AnswerHead, *, limit: int, limit_s: float = ANSWER_LIMIT_S) -> bytes:
+        """The whole body, which must not be over `limit` bytes."""
+        if head.length is not None and head.length > limit:
+            raise agent_invalid(f"its answer is over {limit} bytes")
+        pieces = []
+        size = 0
+        try:
+            async with asyncio.timeout(limit_s):
+                async for piece in self.body(head):
+                    size += len(piece)
+                    if size > limit:
+                        raise agent_invalid(f"its answer is over {limit} bytes")
+                    pieces.append(piece)
+        except TimeoutError:
+            raise agent_unresponsive(f"its answer did not end within {limit_s:g} s") from None
+        return b"".join(pieces)
+
+    async def body(self, head: AnswerHead, *, limit_s: float = ANSWER_LIMIT_S) -> AsyncIterator[bytes]:
+        """The body in pieces as they come. A body that ends early raises; the connection then is of no more use."""
+        if head.length is None:
+            decoder = ChunkedDecoder()
+            while not decoder.done:
+                for piece in decoder.feed(await self._take(LARGE_BUFFER, limit_s=limit_s)):
+                    yield piece
+            return
+        left = head.length
+        while left:
+            piece = await self._take(left, limit_s=limit_s)
+            left -= len(piece)
+            yield piece
+
+    def upgrade(self, sink: FrameSink) -> None:
+        """From here on frames: what has come already is handed to the sink before this returns."""
+        rest = bytes(memoryview(self._buffer)[self._start : self._end])
+        self._start = self._end = 0
+        self._sink = sink
+        sink.opened(self)
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+        if rest:
+            self._hand_out(memoryview(rest))
+        if self._eof and self._sink is not None:
+            self._loop.call_soon(self.connection_lost, None)
+
+    def shrink(self) -> None:
+        """Give the large buffer back; for a stream that fell silent. Not from within a sink's `frame`."""
+        if self._sink is not None and len(self._buffer) > SMALL_BUFFER:
+            self._buffer = bytearray(SMALL_BUFFER)
+
+    # inner
+
+    def _hand_out(self, data: memoryview) -> None:
+        try:
+            for kind, offset, payload in self._pieces.feed(data):
+                self._sink.frame(kind, offset, payload)
+                if self._sink is None:
+                    return
+        except CpuosError as error:
+            self._error = error
+            self.close()
+
+    def _compact(self) -> None:
+        self._buffer[: self._end - self._start] = self._buffer[self._start : self._end]
+        self._end -= self._start
+        self._start = 0
+
+    async def _take(self, most: int, *, limit_s: float) -> bytes:
+        if self._start == self._end:
+            try:
+                async with asyncio.timeout(limit_s):
+                    while self._start == self._end:
+                        await self._more()
+            except TimeoutError:
+                raise agent_unresponsive(f"no more of its answer came for {limit_s:g} s") from None
+        stop = min(self._end, self._start + most)
+        piece = bytes(memoryview(self._buffer)[self._start : stop])
+        self._start = stop
+        if self._start == self._end:
+            self._start = self._end = 0
+            if self._reading_paused:
+                self._reading_paused = False
+                if not self.closing:
+                    self._transport.resume_reading()
+        return piece
+
+    async def _more(self) -> None:
+        """Wait for bytes behind `_end`."""
+        if self._error is not None:
+            raise self._error
+        if self._eof:
+            raise agent_unresponsive("it closed the connection before its answer was whole")
+        if self._start and self._start == self._end:
+            self._start = self._end = 0
+        elif self._start:
+            self._compact()
+        if self._end == len(self._buffer):
+            raise agent_invalid(f"its answer's head is over {MAX_HEAD_BYTES} bytes")
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        for future in (self._waiter, self._drained):
+            if future is not None and not future.done():
+                future.set_result(None)

@@ -1,0 +1,140 @@
+"""The control API on the gateway's own socket, for the server: attach, detach, forget, journal, revoke."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from cpuos.errors import InvalidRequest
+from cpuos.gateway.access import Gateway
+from cpuos.gateway.calls import Call, Message, Receive, Route, Routes, Send, answer_error, read_model
+from cpuos.types.base import Request
+from cpuos.types.command import CommandStatus
+from cpuos.types.sandbox import SANDBOX_ID_PATTERN
+
+__all__ = ["CONTROL_ROUTES", "create_control_app"]
+
+MAX_JSON = 256 << 10
+MAX_JOURNAL_PAGE = 5000
+_SANDBOX_ID = re.compile(SANDBOX_ID_PATTERN)
+SANDBOX = "/v1/sandboxes/{sandbox}"
+
+Text = Annotated[str, StringConstraints(max_length=1000)]
+
+
+class Attach(Request):
+    generation: int = Field(ge=1)
+    hostname: Annotated[str, StringConstraints(max_length=64)] = ""
+    wait_s: float = Field(10.0, ge=0, le=300)
+
+
+class Detach(Request):
+    reason: Literal["stopped", "lost"]
+    text: Text = ""
+
+
+class Oom(Request):
+    """Memory ran out in a sandbox and a process was chosen: its number inside, and those of its ancestors."""
+
+    pid: int = Field(ge=1)
+    ancestors: Annotated[list[int], Field(max_length=256)] = Field(default_factory=list)
+    at: float | None = None
+
+
+class Revoke(Request):
+    """Exactly one."""
+
+    jti: Text | None = None
+    sandbox: Text | None = None
+    actor: Text | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Revoke:
+        if sum(value is not None for value in (self.jti, self.sandbox, self.actor)) != 1:
+            raise ValueError("give exactly one of jti, sandbox and actor")
+        return self
+
+
+async def attach(call: Call, gateway: Gateway) -> None:
+    request: Attach = read_model(Attach, await call.body(limit=MAX_JSON))
+    hello = await gateway.sandboxes.attach(
+        sandbox_id(call), request.generation, hostname=request.hostname, wait_s=request.wait_s
+    )
+    await call.answer_json(200, {"agent": hello.agent, "contract": hello.contract, "boot_s": hello.boot_s})
+
+
+async def detach(call: Call, gateway: Gateway) -> None:
+    request: Detach = read_model(Detach, await call.body(limit=MAX_JSON))
+    status = CommandStatus.KILLED if request.reason == "stopped" else CommandStatus.SANDBOX_LOST
+    await gateway.sandboxes.detach(sandbox_id(call), status, request.text)
+    await call.answer(204, headers=[])
+
+
+async def forget(call: Call, gateway: Gateway) -> None:
+    await gateway.sandboxes.forget(sandbox_id(call))
+    await call.answer(204, headers=[])
+
+
+async def oom(call: Call, gateway: Gateway) -> None:
+    request: Oom = read_model(Oom, await call.body(limit=MAX_JSON))
+    commands = gateway.sandboxes.get(sandbox_id(call)).oom({request.pid, *request.ancestors})
+    await call.answer_json(200, {"commands": commands})
+
+
+async def read_journal(call: Call, gateway: Gateway) -> None:
+    after, limit = call.number("after", default=0), call.number("limit", default=1000, most=MAX_JOURNAL_PAGE)
+    page = gateway.journal.page(after, limit=limit)
+    await call.answer_json(200, {"entries": page.entries, "next": page.next})
+
+
+async def revoke(call: Call, gateway: Gateway) -> None:
+    request: Revoke = read_model(Revoke, await call.body(limit=MAX_JSON))
+    for kind, value in request.model_dump(exclude_none=True).items():
+        gateway.revocations.revoke(kind, value)
+    ended = gateway.streams.end_revoked(gateway.revocations)
+    await call.answer_json(200, {"ended_calls": ended})
+
+
+async def get_health(call: Call, gateway: Gateway) -> None:
+    await call.answer_json(200, {"status": "ok", "journal": gateway.journal.last})
+
+
+CONTROL_ROUTES = (
+    Route(method="POST", path=f"{SANDBOX}/attach", handler=attach),
+    Route(method="POST", path=f"{SANDBOX}/detach", handler=detach),
+    Route(method="POST", path=f"{SANDBOX}/oom", handler=oom),
+    Route(method="DELETE", path=SANDBOX, handler=forget),
+    Route(method="GET", path="/v1/journal", handler=read_journal),
+    Route(method="POST", path="/v1/tickets/revoke", handler=revoke),
+    Route(method="GET", path="/v1/health", handler=get_health),
+)
+
+
+def create_control_app(gateway: Gateway) -> Callable[[Message, Receive, Send], Awaitable[None]]:
+    """The ASGI application; who may connect is checked by its listener."""
+    routes = Routes(CONTROL_ROUTES)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        call = Call(scope, receive, send, values={})
+        try:
+            row, call.values = routes.find(scope["method"], scope["path"])
+            await row.handler(call, gateway)
+        except Exception as error:
+            await answer_error(call, error)
+        finally:
+            call.finish()
+
+    return app
+
+
+def sandbox_id(call: Call) -> str:
+    """The id of the path, which becomes a folder's name: checked."""
+    value = call.values["sandbox"]
+    if not _SANDBOX_ID.fullmatch(value):
+        raise InvalidRequest(f"cannot read the sandbox id {value[:64]!r}", "it has 20 of a-z and 0-9")
+    return value

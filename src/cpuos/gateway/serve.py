@@ -1,0 +1,117 @@
+"""Listeners: uvicorn's HTTP protocol on sockets of ours, with bounded heads and, on unix sockets, checked peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+__all__ = ["HttpListener"]
+
+MAX_HEAD_BYTES = 32 << 10
+KEEP_ALIVE_S = 75
+MAX_WEBSOCKET_MESSAGE = 1 << 20
+_PEER = struct.Struct("3i")
+
+log = structlog.get_logger("gateway.serve")
+
+
+class HttpListener:
+    """Serves one ASGI application on one listening socket, until `aclose`."""
+
+    def __init__(self, app: Any, listening: socket.socket, *, peers: frozenset[int] | None = None) -> None:
+        self._listening = listening
+        self._peers = peers
+        """User ids that may connect; None: not checked."""
+        for name in ("uvicorn.error", "uvicorn.access"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # ours are structured, and hold no tickets
+        self._config = Config(
+            app,
+            http="httptools",
+            ws="websockets-sansio",
+            ws_max_size=MAX_WEBSOCKET_MESSAGE,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        self._config.load()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._protocol, sock=self._listening, backlog=1024)
+
+    async def aclose(self) -> None:
+        """Stop listening and cut what is open."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        tasks = list(self._state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(OSError):
+            self._listening.close()
+
+    def _protocol(self) -> HttpToolsProtocol:
+        peers = self._peers
+        return _BoundedProtocol(
+            config=self._config,
+            server_state=self._state,
+            app_state={},
+            check=None if peers is None else lambda transport: _peer_uid(transport) in peers,
+        )
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """llhttp itself has no limit on the size of a request's head."""
+
+    def __init__(self, *, check: Callable[[asyncio.BaseTransport], bool] | None, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._check = check
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._check is not None and not self._check(transport):
+            log.warning("peer.refused", uid=_peer_uid(transport))
+            self._check = None
+            transport.abort()
+        super().connection_made(transport)
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("request head over its limit")
+
+
+def _peer_uid(transport: asyncio.BaseTransport) -> int:
+    peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return _PEER.unpack(peer)[1]

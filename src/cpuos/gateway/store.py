@@ -1,0 +1,169 @@
+"""The commands of one sandbox on the gateway's disk: found again after a restart, bounded in number and bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cpuos.errors import NotFound
+from cpuos.gateway.records import CommandRecord, RecordedCommand, write_whole
+from cpuos.gateway.spool import SpoolLimits
+
+__all__ = ["CommandStore"]
+
+RECENT = 16
+"""Ended commands kept in memory: the ones that are asked for."""
+
+
+class CommandStore:
+    """Folder `<sandbox>/`: `sandbox.json` and `commands/<id>/{record.json,stdout,stderr}`."""
+
+    def __init__(self, folder: Path, *, limits: SpoolLimits) -> None:
+        self.folder = folder
+        self._limits = limits
+        self._commands = folder / "commands"
+        self._commands.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.running: dict[str, RecordedCommand] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """Id to bytes on the disk, oldest first."""
+        self._recent: OrderedDict[str, RecordedCommand] = OrderedDict()
+        self._keys: dict[str, tuple[str, str]] = {}
+        """Idempotency key to command id and body digest."""
+        self._load()
+
+    def _load(self) -> None:
+        found = []
+        for folder in self._commands.iterdir():
+            recorded = self._read(folder.name)
+            if recorded is None:
+                shutil.rmtree(folder, ignore_errors=True)  # died before its record was whole: nothing was started
+            else:
+                found.append(recorded)
+        found.sort(key=lambda recorded: (recorded.record.intent, recorded.id))
+        for recorded in found:
+            if recorded.record.key is not None:
+                self._keys[recorded.record.key] = (recorded.id, recorded.record.body_digest)
+            if recorded.ended:
+                self._ended[recorded.id] = recorded.stored
+            else:
+                self.running[recorded.id] = recorded
+
+    # facts of the sandbox
+
+    def facts(self) -> dict[str, Any]:
+        """What `save_facts` wrote last."""
+        with suppress(FileNotFoundError, ValueError):
+            return json.loads((self.folder / "sandbox.json").read_bytes())
+        return {}
+
+    def save_facts(self, facts: dict[str, Any]) -> None:
+        write_whole(self.folder / "sandbox.json", json.dumps(facts).encode())
+
+    # commands
+
+    def add(self, record: CommandRecord) -> RecordedCommand:
+        """Make the record of a command that is about to start. Raises OSError when it cannot be written."""
+        folder = self._commands / record.command.id
+        folder.mkdir(mode=0o700)
+        recorded = RecordedCommand(record, folder=folder, limits=self._limits)
+        try:
+            recorded.save()
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        recorded.users += 1
+        self.running[recorded.id] = recorded
+        if record.key is not None:
+            self._keys[record.key] = (recorded.id, record.body_digest)
+        return recorded
+
+    def discard(self, recorded: RecordedCommand) -> None:
+        """Remove every trace of a command that was not started."""
+        self.running.pop(recorded.id, None)
+        self.drop_key(recorded)
+        recorded.release()
+        shutil.rmtree(recorded.folder, ignore_errors=True)
+
+    def end(self, recorded: RecordedCommand) -> None:
+        """The command's last record is saved: it counts as ended."""
+        self.running.pop(recorded.id, None)
+        self._ended[recorded.id] = recorded.stored
+        self._remember(recorded)
+        recorded.release()
+        while len(self._ended) > self._limits.records:
+            self._remove(next(iter(self._ended)))
+
+    def get(self, command_id: str) -> RecordedCommand:
+        recorded = self.running.get(command_id) or self._recent.get(command_id)
+        if recorded is None and command_id in self._ended:
+            recorded = self._read(command_id)
+            if recorded is not None:
+                self._remember(recorded)
+        if recorded is None:
+            raise NotFound(
+                f"cannot find command {command_id}",
+                f"the sandbox has no such command, or has run over {self._limits.records} since",
+                code="command_not_found",
+                hint="cpuos ps SANDBOX",
+            )
+        return recorded
+
+    def by_key(self, key: str) -> tuple[RecordedCommand, str] | None:
+        """The command that was started with this idempotency key, and the digest of the body then."""
+        known = self._keys.get(key)
+        return (self.get(known[0]), known[1]) if known else None
+
+    def newest(self, limit: int) -> list[RecordedCommand]:
+        """Running ones, then ended ones, the newest first."""
+        ended = [self.get(command_id) for command_id in list(reversed(self._ended))[:limit]]
+        return [*reversed(self.running.values()), *ended][:limit]
+
+    # budget
+
+    @property
+    def stored(self) -> int:
+        return sum(self._ended.values()) + sum(recorded.stored for recorded in self.running.values())
+
+    def make_room(self) -> bool:
+        """Drop the oldest ended outputs until the sandbox is within its budget; False where that is not enough."""
+        for command_id, size in list(self._ended.items()):
+            if self.stored <= self._limits.sandbox_bytes:
+                return True
+            if size:
+                recorded = self.get(command_id)
+                recorded.remove_outputs()
+                self._ended[command_id] = 0
+        return self.stored <= self._limits.sandbox_bytes
+
+    # inner
+
+    def _read(self, command_id: str) -> RecordedCommand | None:
+        folder = self._commands / command_id
+        try:
+            record = CommandRecord.from_json((folder / "record.json").read_bytes())
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return RecordedCommand(record, folder=folder, limits=self._limits)
+
+    def _remember(self, recorded: RecordedCommand) -> None:
+        self._recent[recorded.id] = recorded
+        self._recent.move_to_end(recorded.id)
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+
+    def _remove(self, command_id: str) -> None:
+        recorded = self.get(command_id)
+        self._recent.pop(command_id, None)
+        del self._ended[command_id]
+        self.drop_key(recorded)
+        shutil.rmtree(recorded.folder, ignore_errors=True)
+
+    def drop_key(self, recorded: RecordedCommand) -> None:
+        """A later start with its idempotency key is a new one."""
+        key = recorded.record.key
+        if key is not None and self._keys.get(key, ("", ""))[0] == recorded.id:
+            del self._keys[key]
