@@ -20,12 +20,21 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from cpuos.errors import InvalidRequest
 
-__all__ = ["RUNSC_VERSION", "Settings", "load_settings", "publish_endpoint", "read_endpoint"]
+__all__ = [
+    "DEFAULT_DATA_DIR",
+    "DEFAULT_STATE_DIR",
+    "RUNSC_VERSION",
+    "Settings",
+    "load_settings",
+    "publish_endpoint",
+    "read_endpoint",
+]
 
 RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
 """The gVisor module version this release is written and tested against."""
 
 DEFAULT_DATA_DIR = Path("/var/lib/cpuos")
+DEFAULT_STATE_DIR = DEFAULT_DATA_DIR / "state"
 
 
 class Settings(BaseSettings):

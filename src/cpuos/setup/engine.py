@@ -42,10 +42,15 @@ def set_up(
     *,
     progress: Progress,
     hint: str = "cpuos setup",
+    environment: Path | None = None,
     lock_wait_s: float = 1800,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[str]:
-    """Do the steps that are not done; returns their names. The first failure ends it and names the log."""
+    """Do the steps that are not done; returns their names. The first failure ends it and names the log.
+
+    `environment` is where the package is installed for the daemons: `environment_path` of the code as it is now.
+    """
+    environment = environment or environment_path(settings)
     os.umask(0o022)  # what is installed must be readable by the daemons' users
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     logs = settings.data_dir / "logs"
@@ -54,7 +59,7 @@ def set_up(
     with contextlib.ExitStack() as stack:
         stack.enter_context(setup_lock(settings, progress=progress, wait_s=lock_wait_s, sleep=sleep))
         log = stack.enter_context(log_path.open("w"))
-        host = Host(settings, log=log, sleep=sleep, show=progress.line, environment=environment_path(settings))
+        host = Host(settings, log=log, sleep=sleep, show=progress.line, environment=environment)
         pending = [step for step in steps if not step.is_done(host)]
         if not pending:
             log_path.unlink()

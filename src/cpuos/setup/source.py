@@ -12,14 +12,23 @@ from pathlib import Path
 
 import cpuos
 from cpuos.errors import SetupRequired
-from cpuos.settings import Settings
+from cpuos.settings import DEFAULT_DATA_DIR, Settings
 from cpuos.setup.host import Host
 from cpuos.setup.uv import uv_path
 
-__all__ = ["environment_is_current", "environment_path", "install_environment", "source_tree"]
+__all__ = [
+    "LINK",
+    "command_lines",
+    "environment_is_current",
+    "environment_path",
+    "install_environment",
+    "readable_python",
+    "source_hash",
+    "source_tree",
+]
 
 LINK = Path("/usr/local/bin/cpuos")
-_DEFAULT_DATA_DIR = Path("/var/lib/cpuos")
+"""The command of this machine's own instance."""
 _KEPT_ENVIRONMENTS = 3
 
 
@@ -38,35 +47,59 @@ def environment_path(settings: Settings) -> Path:
 
 
 def environment_is_current(host: Host) -> bool:
-    """Whether the environment for this code, as it was when set-up began, is complete."""
+    """Whether the environment for this code, as it was when set-up began, is complete and the current one."""
     environment = host.environment
-    return environment == Path(sys.prefix) or (environment / "complete").is_file()
+    if environment == Path(sys.prefix):
+        return True
+    return (environment / "complete").is_file() and _leads_to(host.settings.venv_dir / "current", environment)
 
 
 def install_environment(host: Host) -> None:
-    """Install the locked dependencies, by their hashes, and the package; link the `cpuos` command."""
-    settings, tree = host.settings, source_tree()
+    """Install the package beside its locked dependencies, which are installed once; link the `cpuos` command."""
+    settings, tree, target = host.settings, source_tree(), host.environment
     if tree is None:
         return
-    uv, target = uv_path(host), host.environment
-    variables = {
-        "UV_CACHE_DIR": str(settings.cache_dir / "uv-cache"),
-        "UV_PYTHON_INSTALL_DIR": str(settings.data_dir / "python"),
-    }
-    variables |= {"VIRTUAL_ENV": str(target), "UV_LINK_MODE": "hardlink"}
-    shutil.rmtree(target, ignore_errors=True)
-    host.run([uv, "venv", "--quiet", "--python", readable_python(), target], env=variables, network=True)
-    requirements = settings.cache_dir / "requirements.txt"
-    export = [uv, "export", "--quiet", "--frozen", "--no-dev", "--extra", "all", "--no-emit-project", "--output-file"]
-    host.run([*export, requirements, "--project", tree], env=variables)
-    install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", target]
-    host.run([*install, "--require-hashes", "--requirement", requirements], env=variables, network=True)
-    host.run([*install, "--no-deps", tree], env=variables, network=True)
-    (target / "complete").write_text("")
+    if not (target / "complete").is_file():
+        _install_package(host, tree)
     _link(settings.venv_dir / "current", target)
-    if settings.data_dir == _DEFAULT_DATA_DIR:
+    if settings.data_dir == DEFAULT_DATA_DIR:
         _link(LINK, settings.venv_dir / "current" / "bin" / "cpuos")
     _remove_old_environments(settings)
+
+
+def _install_package(host: Host, tree: Path) -> None:
+    settings, target = host.settings, host.environment
+    uv, variables = uv_path(host), {"UV_CACHE_DIR": str(settings.cache_dir / "uv-cache"), "UV_LINK_MODE": "hardlink"}
+    dependencies = _install_dependencies(host, tree, uv=uv, variables=variables)
+    shutil.rmtree(target, ignore_errors=True)
+    host.run([uv, "venv", "--quiet", "--no-project", "--python", readable_python(), target], env=variables)
+    install = [uv, "pip", "install", "--quiet", "--no-deps", "--compile-bytecode", "--python", target]
+    host.run([*install, tree], env=variables, network=True)
+    (_site_packages(target) / "dependencies.pth").write_text(f"{_site_packages(dependencies)}\n")
+    (target / "complete").write_text(dependencies.name)
+
+
+def _install_dependencies(host: Host, tree: Path, *, uv: Path, variables: dict[str, str]) -> Path:
+    """An environment with what uv.lock names, by hash; made anew only when that changes."""
+    requirements = host.settings.cache_dir / "requirements.txt"
+    requirements.parent.mkdir(parents=True, exist_ok=True)
+    export = [uv, "export", "--quiet", "--frozen", "--no-dev", "--extra", "all", "--no-emit-project", "--no-header"]
+    host.run([*export, "--project", tree, "--output-file", requirements], env=variables)
+    python = readable_python()
+    digest = hashlib.sha256(requirements.read_bytes() + str(python.resolve()).encode()).hexdigest()[:12]
+    target = host.settings.venv_dir / f"dependencies-{digest}"
+    if (target / "complete").is_file():
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    host.run([uv, "venv", "--quiet", "--no-project", "--python", python, target], env=variables)
+    install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--require-hashes", "--python", target]
+    host.run([*install, "--requirement", requirements], env=variables, network=True)
+    (target / "complete").write_text("")
+    return target
+
+
+def _site_packages(environment: Path) -> Path:
+    return next((environment / "lib").glob("python3.*")) / "site-packages"
 
 
 def readable_python() -> Path:
@@ -101,6 +134,10 @@ def source_hash(tree: Path) -> str:
     return digest.hexdigest()[:12]
 
 
+def _leads_to(link: Path, target: Path) -> bool:
+    return link.is_symlink() and link.readlink() == target
+
+
 def _link(link: Path, target: Path) -> None:
     partial = link.with_name(f".{link.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
@@ -109,20 +146,27 @@ def _link(link: Path, target: Path) -> None:
 
 
 def _remove_old_environments(settings: Settings) -> None:
-    """Keep the newest few, and those that a running daemon uses."""
+    """Keep the newest few, those that a running daemon uses, and the dependencies of both."""
     found = [path for path in settings.venv_dir.iterdir() if path.is_dir() and not path.is_symlink()]
-    in_use = _command_lines()
-    for path in sorted(found, key=lambda path: path.stat().st_mtime)[:-_KEPT_ENVIRONMENTS]:
-        if f"{path}/" not in in_use:
+    versions = sorted(
+        (path for path in found if not path.name.startswith("dependencies-")), key=lambda path: path.stat().st_mtime
+    )
+    in_use = [line for _, line in command_lines()]
+    kept = versions[-_KEPT_ENVIRONMENTS:]
+    kept += [path for path in versions if any(line.startswith(f"{path}/") for line in in_use)]
+    needed = {(path / "complete").read_text() for path in kept if (path / "complete").is_file()}
+    for path in found:
+        if path not in kept and path.name not in needed:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _command_lines() -> str:
+def command_lines() -> list[tuple[str, str]]:
+    """Pid and command line (NUL-separated) of every process."""
     lines = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                lines.append((folder / "cmdline").read_text(errors="replace"))
+                lines.append((folder.name, (folder / "cmdline").read_text(errors="replace")))
             except OSError:
                 continue
-    return "\n".join(lines)
+    return lines

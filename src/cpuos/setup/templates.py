@@ -1,4 +1,4 @@
-"""The templates `base` and `python`: distribution packages by mmdebstrap, each packed into one reproducible EROFS image."""
+"""The templates `base` and `python`: distribution packages by mmdebstrap, packed into reproducible EROFS images."""
 
 from __future__ import annotations
 

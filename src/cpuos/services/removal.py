@@ -1,0 +1,119 @@
+"""`cpuos uninstall`: takes back everything that set-up and the daemons made on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from cpuos.errors import Conflict, SetupRequired
+from cpuos.services.control import down
+from cpuos.services.credentials import calling_user, credentials_path, read_credentials
+from cpuos.settings import DEFAULT_STATE_DIR, Settings, load_settings, read_endpoint
+from cpuos.setup.host import Host
+from cpuos.setup.source import LINK, command_lines
+from cpuos.setup.users import remove_users
+
+__all__ = ["uninstall"]
+
+
+def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int | None = None) -> list[str]:
+    """Stop the instance and remove what it made; with `purge` also data, caches, users. Returns what was removed."""
+    settings = settings or load_settings()
+    if os.geteuid() != 0:
+        raise SetupRequired("cannot uninstall cpuOS: not root", "", code="needs_root", hint="sudo cpuos uninstall")
+    user = calling_user() if uid is None else uid
+    api_url = read_endpoint(settings.server_endpoint)
+    down(settings, uid=user)
+    if purge and (users := _daemons_of(settings)):
+        raise Conflict(
+            f"cannot remove {settings.data_dir}: other instances run from it",
+            f"processes: {', '.join(users)}",
+            hint=f"ps -fp {users[0]}",
+        )
+    removed = [*_remove_mounts(settings), *_remove_groups(settings)]
+    folders = [settings.run_dir]
+    if purge:
+        folders += [settings.state_dir, settings.data_dir]
+        removed += _remove_credentials(settings, uid=user, api_url=api_url)
+    for folder in folders:
+        if folder.exists():
+            _remove_tree(folder)
+            removed.append(str(folder))
+    if settings.state_dir == DEFAULT_STATE_DIR and LINK.is_symlink():
+        LINK.unlink()
+        removed.append(str(LINK))
+    if purge and settings.state_dir == DEFAULT_STATE_DIR:
+        with open(os.devnull, "w") as log:
+            remove_users(Host(settings, log=log))
+        removed.append("the users cpuos-server and cpuos-gateway")
+    return removed
+
+
+def _remove_mounts(settings: Settings) -> list[str]:
+    """Mounts below run and state directory, deepest first, and loop devices on images below them."""
+    removed = []
+    roots = [os.path.realpath(path) for path in (settings.run_dir, settings.state_dir)]
+    for point in sorted(_mount_points(), key=len, reverse=True):
+        if any(_is_below(point, root) for root in roots):
+            subprocess.run(["umount", "--lazy", point], capture_output=True)
+            removed.append(f"mount {point}")
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):
+            image = backing.read_text().strip()
+            if any(_is_below(image, root) for root in roots):
+                device = f"/dev/{backing.parts[3]}"
+                subprocess.run(["losetup", "--detach", device], capture_output=True)
+                removed.append(f"loop device {device}")
+    return removed
+
+
+def _remove_groups(settings: Settings, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
+    removed = []
+    names = (f"cpuos-{settings.instance_id}", f"cpuos-{settings.instance_id}-parts")
+    hierarchies = [root, *(path for path in root.iterdir() if path.is_dir())]
+    for top in (hierarchy / name for hierarchy in hierarchies for name in names):
+        if not top.is_dir():
+            continue
+        for folder, _, _ in os.walk(top, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        removed.append(f"control group {top}")
+    return removed
+
+
+def _remove_credentials(settings: Settings, *, uid: int, api_url: str | None) -> list[str]:
+    path = credentials_path(settings, uid=uid)
+    stored = read_credentials(path)
+    default = f"http://{settings.api_host}:{settings.api_port}"
+    if not stored or stored.get("api_url") not in (api_url, default):
+        return []
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
+    return [str(path)]
+
+
+def _remove_tree(folder: Path) -> None:
+    """Refuses to descend into a mount that is still there: an rmtree through it would delete what is not ours."""
+    left = [point for point in _mount_points() if _is_below(point, os.path.realpath(folder))]
+    if left:
+        raise Conflict(f"cannot remove {folder}", f"still mounted: {', '.join(left)}", hint=f"umount {left[0]}")
+    shutil.rmtree(folder)
+
+
+def _daemons_of(settings: Settings) -> list[str]:
+    prefix = f"{settings.venv_dir}/"
+    return [pid for pid, line in command_lines() if line.startswith(prefix) and " -m cpuos." in line.replace("\0", " ")]
+
+
+def _mount_points() -> Iterable[str]:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        yield line.split()[4].encode().decode("unicode_escape")
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")

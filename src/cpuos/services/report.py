@@ -1,0 +1,73 @@
+"""What `cpuos status` tells."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from cpuos.services.health import part_answers
+from cpuos.services.parts import PARTS
+from cpuos.services.processes import find_process
+from cpuos.services.record import read_record
+from cpuos.settings import Settings, load_settings, read_endpoint
+
+__all__ = ["InstanceStatus", "PartStatus", "status"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartStatus:
+    """One daemon."""
+
+    name: str
+    state: str
+    """ready, starting (it runs and does not answer), or stopped."""
+    pid: int | None
+    up_s: float | None
+    restarts: int
+    log: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceStatus:
+    """The instance; `state` is ready, stopped, or partial."""
+
+    state: str
+    supervised: bool
+    """Whether a part that dies is started again."""
+    api_url: str | None
+    gateway_url: str | None
+    state_dir: str
+    run_dir: str
+    parts: list[PartStatus] = field(default_factory=list)
+
+
+def status(settings: Settings | None = None) -> InstanceStatus:
+    """What runs, asked of each part itself. Reads only; a user without rights on the run directory sees it stopped."""
+    settings = settings or load_settings()
+    record = read_record(settings)
+    parts = []
+    for part in PARTS:
+        known = record.parts.get(part.name) if record else None
+        runs = known is not None and find_process(known.process.pid) == known.process
+        # Parts that systemd started are in no record, and answer all the same.
+        state = "ready" if part_answers(part.name, settings) else "starting" if runs else "stopped"
+        parts.append(
+            PartStatus(
+                name=part.name,
+                state=state,
+                pid=known.process.pid if known and runs else None,
+                up_s=round(time.time() - known.since, 1) if known and runs else None,
+                restarts=known.restarts if known else 0,
+                log=str(settings.log_dir / f"{part.name}.log"),
+            )
+        )
+    states = {part.state for part in parts}
+    return InstanceStatus(
+        state=states.pop() if len(states) == 1 else "partial",
+        supervised=bool(record and record.is_supervised),
+        api_url=read_endpoint(settings.server_endpoint),
+        gateway_url=read_endpoint(settings.gateway_endpoint),
+        state_dir=str(settings.state_dir),
+        run_dir=str(settings.run_dir),
+        parts=parts,
+    )
