@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpuos.cli.output import JsonOption, current_output
+from cpuos.cli.output import JsonOption, Output, current_output
 from cpuos.cli.sandboxes import connected
 from cpuos.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from cpuos import Sandbox
+    from cpuos import Sandbox, TransferReport
 
 __all__ = ["copy", "register", "split_place"]
 
@@ -45,11 +45,11 @@ def copy(
     if to_place is not None:
         reference, path = to_place
         with output.working(f"copying to {reference}"), connected(reference) as sandbox:
-            done = _upload(sandbox, source, path, user=user)
+            done = _upload(output, sandbox, source, path=path, user=user)
     else:
         reference, path = from_place
         with output.working(f"copying from {reference}"), connected(reference) as sandbox:
-            done = _download(sandbox, path, target, user=user)
+            done = _download(output, sandbox, path, target=target, user=user)
     if output.json:
         output.data({"from": source, "to": done})
 
@@ -62,7 +62,7 @@ def split_place(text: str) -> tuple[str, str] | None:
     return reference, path or "/workspace"
 
 
-def _upload(sandbox: Sandbox, source: str, path: str, *, user: str | None) -> str:
+def _upload(output: Output, sandbox: Sandbox, source: str, *, path: str, user: str | None) -> str:
     if source == "-":
         sandbox.files.write(path, sys.stdin.buffer, **_as(user))
         return path
@@ -72,11 +72,11 @@ def _upload(sandbox: Sandbox, source: str, path: str, *, user: str | None) -> st
     name = os.path.basename(os.path.abspath(source))
     if not contents_only and (path.endswith("/") or _is_folder(sandbox, path)):
         path = f"{path.rstrip('/')}/{name}"
-    sandbox.files.upload(source, path, **_as(user))
+    _tell(output, sandbox.files.upload(source, path, **_as(user)))
     return path
 
 
-def _download(sandbox: Sandbox, path: str, target: str, *, user: str | None) -> str:
+def _download(output: Output, sandbox: Sandbox, path: str, *, target: str, user: str | None) -> str:
     if target == "-":
         for piece in sandbox.files.open_read(path, **_as(user)):
             sys.stdout.buffer.write(piece)
@@ -86,8 +86,13 @@ def _download(sandbox: Sandbox, path: str, target: str, *, user: str | None) -> 
     if not contents_only and (target.endswith("/") or os.path.isdir(target)):
         # The name is the user's own words, not the sandbox's.
         target = os.path.join(target, os.path.basename(path.rstrip("/")) or "root")
-    sandbox.files.download(path, target, **_as(user))
+    _tell(output, sandbox.files.download(path, target, **_as(user)))
     return target
+
+
+def _tell(output: Output, report: TransferReport) -> None:
+    for skipped in report.skipped:
+        output.progress(f"left out: {skipped.path}: {skipped.reason}")
 
 
 def _is_folder(sandbox: Sandbox, path: str) -> bool:

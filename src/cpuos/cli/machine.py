@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpuos.cli.output import JsonOption
+from cpuos.cli.output import JsonOption, Output, current_output
+from cpuos.errors import SetupRequired
+
+if TYPE_CHECKING:
+    from cpuos.setup.progress import Progress
 
 __all__ = ["doctor", "down", "register", "setup", "status", "uninstall", "up"]
 
@@ -21,34 +28,143 @@ def register(app: typer.Typer) -> None:
 
 
 def up(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Start cpuOS here and return when it is ready; sets the machine up first where something is missing."""
-    raise NotImplementedError
+    """Start cpuOS and return when it is ready.
+
+    What the machine lacks is set up first, with the plan shown. Parts that run other code are started anew; sandboxes
+    run on. The API key is written for the user behind sudo.
+    """
+    _require_server_parts()
+    from cpuos import services
+
+    output = current_output(ctx)
+    instance = services.up(progress=_progress(output))
+    if output.json:
+        output.data(dataclasses.asdict(instance))
+        return
+    output.progress("cpuOS is running" if instance.started else "cpuOS was running already")
+    output.line(instance.api_url)
+    output.progress(f"key in {instance.credentials}; next: cpuos create")
 
 
-def down(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Stop cpuOS here; sandboxes end with it."""
-    raise NotImplementedError
+def down(
+    ctx: typer.Context,
+    keep_sandboxes: Annotated[
+        bool, typer.Option("--keep-sandboxes", help="Leave them running for the next `cpuos up`.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop cpuOS on this machine, and its sandboxes."""
+    _require_server_parts()
+    from cpuos import services
+
+    output = current_output(ctx)
+    with output.working("stopping"):
+        stopped = services.down(keep_sandboxes=keep_sandboxes)
+    if output.json:
+        output.data({"stopped": stopped})
+    else:
+        output.progress("cpuOS is stopped" if stopped else "cpuOS was not running")
 
 
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Show which parts of cpuOS run here."""
-    raise NotImplementedError
+    _require_server_parts()
+    from cpuos import services
+
+    output = current_output(ctx)
+    found = services.status()
+    if output.json:
+        output.data(dataclasses.asdict(found))
+    else:
+        rows = [
+            (part.name, part.state, part.pid, "" if part.up_s is None else f"{part.up_s:.0f}s", part.restarts, part.log)
+            for part in found.parts
+        ]
+        output.table(("PART", "STATE", "PID", "UP", "RESTARTS", "LOG"), rows)
+        output.progress(f"{found.state}; API at {found.api_url or 'no address'}")
+    if found.state != "ready":
+        raise typer.Exit(1)
 
 
 def doctor(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Tell what this machine has, what is missing, and the one command that mends it."""
+    """Tell what this machine has and lacks."""
     raise NotImplementedError
 
 
-def setup(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Install and build what cpuOS needs, without starting it."""
-    raise NotImplementedError
+def setup(
+    ctx: typer.Context,
+    host_ca: Annotated[
+        bool, typer.Option("--host-ca", help="Carry this machine's CA bundle into the templates.")
+    ] = False,
+    host_mirrors: Annotated[
+        bool, typer.Option("--host-mirrors", help="Carry its package mirrors, without credentials, into the templates.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Install and build what cpuOS needs.
+
+    Shows the plan with sizes and times first. What is done is skipped, so that a run goes on where an earlier one
+    stopped.
+    """
+    _require_server_parts()
+    from cpuos.settings import load_settings
+    from cpuos.setup.engine import set_up
+    from cpuos.setup.steps import all_steps
+
+    output = current_output(ctx)
+    if os.geteuid() != 0:
+        raise SetupRequired(
+            "cannot set up cpuOS: not root",
+            "it installs packages, users and templates",
+            code="needs_root",
+            hint="sudo cpuos setup",
+        )
+    carried = {"template_host_ca": host_ca, "template_host_mirrors": host_mirrors}
+    settings = load_settings(**{name: True for name, wanted in carried.items() if wanted})
+    done = set_up(settings, all_steps(), progress=_progress(output), hint="sudo cpuos setup")
+    if output.json:
+        output.data({"done": done})
+    else:
+        output.progress(f"{len(done)} steps done" if done else "everything is in place")
 
 
 def uninstall(
     ctx: typer.Context,
-    purge: Annotated[bool, typer.Option("--purge", help="Also sandboxes' data, templates, caches and users.")] = False,
+    purge: Annotated[bool, typer.Option("--purge", help="Data, templates, caches, keys and users too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove cpuOS from this machine."""
-    raise NotImplementedError
+    """Stop cpuOS and remove what it made here.
+
+    Without --purge the data directory stays, for another `cpuos up`.
+    """
+    _require_server_parts()
+    from cpuos import services
+
+    output = current_output(ctx)
+    with output.working("removing"):
+        removed = services.uninstall(purge=purge)
+    if output.json:
+        output.data({"removed": removed})
+        return
+    for thing in removed:
+        output.line(thing)
+    if not purge:
+        output.progress("data and caches stay; to remove them too: sudo cpuos uninstall --purge")
+
+
+def _progress(output: Output) -> Progress:
+    from cpuos.setup.progress import choose_progress
+
+    return choose_progress(sys.stderr)
+
+
+def _require_server_parts() -> None:
+    """`pip install cpuos` is the client alone."""
+    from importlib.util import find_spec
+
+    if any(find_spec(name) is None for name in ("pydantic_settings", "starlette", "sqlalchemy")):
+        raise SetupRequired(
+            "cannot run cpuOS on this machine: its server parts are not installed",
+            "this is the light client",
+            hint="pip install 'cpuos[all]'",
+        )

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,12 +30,15 @@ def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_help_is_quick() -> None:
-    def run() -> float:
-        started = time.monotonic()
-        subprocess.run([CPUOS, "--help"], check=True, capture_output=True)
-        return time.monotonic() - started
+    """In processor time, so that what else the machine does is not counted."""
 
-    assert min(run() for _ in range(3)) <= 0.5
+    def run() -> float:
+        process = subprocess.Popen([CPUOS, "--help"], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = status
+        return usage.ru_utime + usage.ru_stime
+
+    assert min(run() for _ in range(5)) <= 0.5
 
 
 def test_help_loads_nothing_heavy() -> None:
