@@ -7,10 +7,11 @@ import asyncio
 import fcntl
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import structlog
@@ -73,13 +74,26 @@ async def _serve(settings: Settings) -> None:
             create_app(plane), log_config=None, access_log=False, lifespan="off", server_header=False
         )
         config.timeout_graceful_shutdown = int(options.stop_grace_s)
-        server = uvicorn.Server(config)
+        server = _Server(config)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.end)
         port = listening.getsockname()[1]
         publish_endpoint(settings.server_endpoint, settings.api_public_url or f"http://{settings.api_host}:{port}")
         _log.info("server ready", port=port)
         await server.serve(sockets=[listening])
     await node.aclose()
     await gateway.aclose()
+
+
+class _Server(uvicorn.Server):
+    """Ends by our signal handlers: uvicorn's own raise the signal again, and the clean-up after it would not run."""
+
+    def end(self) -> None:
+        self.force_exit = self.should_exit  # asked twice: do not wait for the calls at work
+        self.should_exit = True
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _options(settings: Settings) -> ServerOptions:

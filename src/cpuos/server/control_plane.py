@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class ServerOptions:
     ticket_key: Path
     data_url: Callable[[], str | None]
     """URL of the gateway as clients see it; None while it has published none."""
-    capacity: CapacityRules = CapacityRules()
+    capacity: CapacityRules = field(default_factory=CapacityRules)
     create_deadline_s: float = 120.0
     """A sandbox that is not running by then is failed."""
     agent_wait_s: float = 30.0
@@ -153,7 +153,6 @@ async def open_control_plane(
         plane = await _wire(
             options, database, epoch=epoch, tasks=tasks, node=node, gateway=gateway, clock=clock, policy=policy
         )
-        await plane.refresh_nodes()
         if reconcile:
             plane.reconciler.start()
             stack.push_async_callback(plane.reconciler.stop)

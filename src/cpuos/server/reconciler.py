@@ -113,28 +113,32 @@ class Reconciler:
     # --- loops ---
 
     async def _watch(self) -> None:
-        after = 0
+        after, lost = 0, ""
         while True:
             try:
                 news = await self._scheduler.client(self._node).changes(after, wait_s=CHANGES_WAIT_S)
-                after = news.seq
+                after, lost = news.seq, ""
                 await self.take_changes(news.changes)
             except CpuosError as error:
-                _log.warning("node out of reach", error=str(error))
-                after = 0  # a node that restarted counts anew
+                if error.why != lost:
+                    _log.warning("node out of reach", error=str(error))
+                after, lost = 0, error.why  # a node that restarted counts anew
                 await asyncio.sleep(RETRY_S)
             except Exception:
                 _log.exception("reconciler step failed", step="changes")
                 await asyncio.sleep(TICK_S)
 
     async def _repeat(self, step: Callable[[], Awaitable[None]], every_s: float) -> None:
+        put_off = ""
         while True:
             wait_s = every_s
             try:
                 await step()
+                put_off = ""
             except CpuosError as error:
-                _log.warning("reconciler step put off", step=step.__name__, error=str(error))
-                wait_s = min(every_s, TICK_S)
+                if error.why != put_off:  # said once, not every second
+                    _log.warning("reconciler step put off", step=step.__name__, error=str(error))
+                put_off, wait_s = error.why, min(every_s, TICK_S)
             except Exception:
                 _log.exception("reconciler step failed", step=step.__name__)
             await asyncio.sleep(wait_s)

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from cpuos.server.db.sqlite import connect
 
-__all__ = ["Database"]
+__all__ = ["Database", "begin_immediate", "prepare_connection"]
 
 BUSY_TIMEOUT_MS = 10_000
 
@@ -28,7 +28,7 @@ class Database:
         if self._sqlite:
             self._engine = _sqlite_engine(url, pool_size=1)
             self._reading = _sqlite_engine(url, pool_size=8)
-            event.listen(self._engine.sync_engine, "begin", _begin_immediate)
+            event.listen(self._engine.sync_engine, "begin", begin_immediate)
         else:
             self._engine = self._reading = create_async_engine(url, pool_size=8)
 
@@ -60,11 +60,11 @@ def _sqlite_engine(url: str, *, pool_size: int) -> AsyncEngine:
     engine = create_async_engine(
         url, async_creator=lambda: connect(url), pool_size=pool_size, max_overflow=0, pool_reset_on_return=None
     )
-    event.listen(engine.sync_engine, "connect", _prepare_connection)
+    event.listen(engine.sync_engine, "connect", prepare_connection)
     return engine
 
 
-def _prepare_connection(connection: Any, record: Any) -> None:
+def prepare_connection(connection: Any, record: Any) -> None:
     connection.isolation_level = None  # no transaction by the driver: a reader sees each statement by itself
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
@@ -75,6 +75,6 @@ def _prepare_connection(connection: Any, record: Any) -> None:
     cursor.close()
 
 
-def _begin_immediate(connection: Connection) -> None:
+def begin_immediate(connection: Connection) -> None:
     # Taking the write lock at once: a transaction that read first could no longer wait for it (SQLITE_BUSY).
     connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -1,8 +1,9 @@
-"""Alembic's entry: one connection of its own, no logging set-up, SQLite tables altered by copy."""
+"""Alembic's entry. All missing migrations are one transaction: a start that is killed here leaves none of them."""
 
 from alembic import context
-from sqlalchemy import create_engine, event, pool, text
+from sqlalchemy import create_engine, event, pool
 
+from cpuos.server.db.database import begin_immediate, prepare_connection
 from cpuos.server.db.models import Base, UtcDateTime
 
 
@@ -15,12 +16,15 @@ def migrate() -> None:
     url = context.config.attributes["url"].replace("+aiosqlite", "").replace("+asyncpg", "+psycopg")
     engine = create_engine(url, poolclass=pool.NullPool)
     if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA busy_timeout=10000"))
+        event.listen(engine, "connect", prepare_connection)
+        event.listen(engine, "begin", begin_immediate)
     with engine.connect() as connection:
-        if engine.dialect.name == "sqlite":
-            connection.execute(text("PRAGMA journal_mode=WAL"))
         context.configure(
-            connection=connection, target_metadata=Base.metadata, render_as_batch=True, render_item=render_item
+            connection=connection,
+            target_metadata=Base.metadata,
+            render_as_batch=True,
+            render_item=render_item,
+            transactional_ddl=True,
         )
         with context.begin_transaction():
             context.run_migrations()
