@@ -360,6 +360,8 @@ class CommandRun:
     async def write_stdin(self, data: bytes, *, offset: int) -> int:
         """Pass bytes on as the program takes them; the offset that follows. Bytes for an ended command are dropped."""
         async with self._stdin_lock:
+            if self.recorded.ended:
+                return offset + len(data)
             data = self.stdin.new_bytes(data, offset)
             position = 0
             while position < len(data) and not self.recorded.ended:

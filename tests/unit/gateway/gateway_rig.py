@@ -115,7 +115,9 @@ class TicketMint:
 
 
 def agent_program(folder: Path) -> Path | None:
-    """The guest agent, built once a test run; None without Go."""
+    """The guest agent, built once a test run, or `$CPUOS_TEST_AGENT`; None without Go."""
+    if given := os.environ.get("CPUOS_TEST_AGENT"):
+        return Path(given)
     built = folder / "cpuos-agent"
     if not built.exists():
         go = shutil.which("go")
