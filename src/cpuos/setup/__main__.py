@@ -6,10 +6,13 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
 from cpuos.errors import CpuosError, SetupRequired
-from cpuos.settings import load_settings
+from cpuos.settings import Settings, load_settings
 from cpuos.setup.engine import set_up
+from cpuos.setup.golang import find_go, install_go
+from cpuos.setup.host import Host
 from cpuos.setup.progress import choose_progress
 from cpuos.setup.steps import all_steps
 
@@ -21,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="cpuos setup", description="Install and build what cpuOS needs.")
     parser.add_argument("--host-ca", action="store_true", help="carry this machine's CA bundle into the templates")
     parser.add_argument("--host-mirrors", action="store_true", help="carry its package mirrors into the templates")
+    parser.add_argument("--example", action="store_true", help="also fetch the table that `make demo` analyses")
+    parser.add_argument("--go", action="store_true", help="only see that there is a Go toolchain, and print its path")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     try:
@@ -30,7 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
             )
         carried = {"template_host_ca": options.host_ca, "template_host_mirrors": options.host_mirrors}
         settings = load_settings(**{name: True for name, wanted in carried.items() if wanted})
-        done = set_up(settings, all_steps(), progress=choose_progress(sys.stderr), hint="make setup")
+        if options.go:
+            print(_go_toolchain(settings))
+            return 0
+        steps = all_steps(example=options.example)
+        done = set_up(settings, steps, progress=choose_progress(sys.stderr), hint="make setup")
     except CpuosError as error:
         print(error, file=sys.stderr)
         return 1
@@ -40,6 +49,16 @@ def main(arguments: list[str] | None = None) -> int:
     spent = time.monotonic() - started
     print(f"set-up: {f'{len(done)} steps done' if done else 'everything is in place'} ({spent:.1f} s)", file=sys.stderr)
     return 0
+
+
+def _go_toolchain(settings: Settings) -> Path:
+    with open(os.devnull, "w") as log:
+        host = Host(settings, log=log)
+        if find_go(host) is None:
+            install_go(host)
+        found = find_go(host)
+    assert found is not None
+    return found
 
 
 if __name__ == "__main__":

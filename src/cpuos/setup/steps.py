@@ -6,6 +6,7 @@ from functools import partial
 
 from cpuos.setup.agent import agent_is_current, build_agent
 from cpuos.setup.engine import Step
+from cpuos.setup.example import example_is_there, fetch_example
 from cpuos.setup.golang import find_go, install_go
 from cpuos.setup.host import Host
 from cpuos.setup.packages import install_packages, missing_packages
@@ -18,8 +19,8 @@ from cpuos.setup.uv import find_uv, install_uv
 __all__ = ["all_steps"]
 
 
-def all_steps() -> list[Step]:
-    """The steps, in the order in which they need each other."""
+def all_steps(*, example: bool = False) -> list[Step]:
+    """The steps, in the order in which they need each other; `example` adds the data of `make demo`."""
     return [
         Step(
             name="packages",
@@ -89,7 +90,19 @@ def all_steps() -> list[Step]:
             duration_s=15,
         ),
         *(_template_step(template) for template in TEMPLATES),
+        *([_EXAMPLE] if example else []),
     ]
+
+
+_EXAMPLE = Step(
+    name="example",
+    plan="fetches a table of Seattle's weather from PyPI",
+    is_done=example_is_there,
+    run=fetch_example,
+    download_mib=1,
+    disk_mib=1,
+    duration_s=3,
+)
 
 
 def _template_step(template: Template) -> Step:

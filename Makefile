@@ -1,0 +1,61 @@
+# The verbs of this repository. Root on Debian 12 or Ubuntu 24.04 with Python 3.11+ is all they need.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up down test test-slow check fmt gen bench docs clean
+
+PYTHON := .venv/bin/python
+STAMP := .venv/synced
+DATA_DIR := $(or $(CPUOS_DATA_DIR),/var/lib/cpuos)
+EXAMPLE := examples/seattle-weather
+export UV_CACHE_DIR ?= $(DATA_DIR)/cache/uv-cache
+
+help: ## Show the verbs
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+$(STAMP): pyproject.toml uv.lock
+	@uv=$$(scripts/bootstrap.sh) && scripts/retry.sh "$$uv" sync --quiet --frozen --all-extras
+	@touch $@
+
+setup: $(STAMP) ## Install and build what is missing on this machine
+	@$(PYTHON) -m cpuos.setup
+
+demo: $(STAMP) ## Set up, start cpuOS, and analyse a real weather table in a sandbox
+	@$(PYTHON) -m cpuos.setup --example
+	@.venv/bin/cpuos up
+	@.venv/bin/cpuos profile run python-data --input $(DATA_DIR)/cache/examples/seattle-weather.csv \
+		--script $(EXAMPLE)/analysis.py --out evidence
+
+up: $(STAMP) ## Set up what is missing and start cpuOS
+	@.venv/bin/cpuos up
+
+down: $(STAMP) ## Stop cpuOS and its sandboxes
+	@.venv/bin/cpuos down
+
+test: setup ## Run the tests, on real sandboxes too
+	@cd guest && $$(../$(PYTHON) -m cpuos.setup --go) test ./...
+	$(PYTHON) -m pytest -m "not slow"
+
+test-slow: setup ## Run the long lanes
+	$(PYTHON) -m pytest -m slow --timeout 1800
+
+check: $(STAMP) ## Lint, and see that generated files are current
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	$(PYTHON) scripts/gen.py --check
+
+fmt: $(STAMP) ## Format
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+gen: $(STAMP) ## Write generated files: plain client, OpenAPI, reference pages
+	$(PYTHON) scripts/gen.py
+
+bench: setup ## Measure against bare gVisor, as ratios
+	$(PYTHON) -m benchmarks.run
+
+docs: $(STAMP) ## Write the reference pages and run the code in the docs
+	$(PYTHON) scripts/gen.py
+	$(PYTHON) -m pytest tests/docs
+
+clean: ## Remove what was made in this clone; the machine is cleaned by `cpuos uninstall --purge`
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist evidence guest/cpuos-agent
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,256 @@
+"""`cpuos doctor`: what this machine has, with evidence, and for what is missing the one command that mends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from cpuos.settings import RUNSC_VERSION, Settings, load_settings
+from cpuos.setup.agent import agent_is_current
+from cpuos.setup.golang import find_go
+from cpuos.setup.host import Host
+from cpuos.setup.packages import missing_packages
+from cpuos.setup.runsc import runsc_is_current, sidecars_are_current
+from cpuos.setup.source import environment_is_current, environment_path, readable_python
+from cpuos.setup.templates import TEMPLATES, template_is_current
+from cpuos.setup.users import users_exist
+
+__all__ = ["Check", "CheckState", "doctor", "doctor_lines"]
+
+SETUP = "sudo cpuos setup"
+MINIMUM_FREE_MIB = 4096
+MINIMUM_MEMORY_MIB = 2048
+
+
+class CheckState(StrEnum):
+    """How a thing is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """It works without, less well."""
+    MISSING = "missing"
+    """Sandboxes do not work without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: CheckState
+    evidence: str
+    fix: str = ""
+    """The command that mends it; empty when nothing is to be mended."""
+
+
+def doctor(settings: Settings | None = None, *, probe: bool = True) -> list[Check]:
+    """Look at everything; changes nothing. With `probe` a test sandbox is booted, where root asks."""
+    settings = settings or load_settings()
+    with open(os.devnull, "w") as log:
+        host = Host(settings, log=log, environment=environment_path(settings))
+        checks = [look(host) for look in _LOOKS]
+        checks += [_look_at_template(host, name) for name in (template.name for template in TEMPLATES)]
+        if probe:
+            checks.append(_probe(host))
+        checks += _look_at_services(settings)
+    return checks
+
+
+def doctor_lines(checks: list[Check]) -> list[str]:
+    """The checks as text, and what to do next."""
+    width = max(len(check.name) for check in checks)
+    marks = {CheckState.OK: "ok     ", CheckState.WARNING: "warning", CheckState.MISSING: "MISSING"}
+    lines = []
+    for check in checks:
+        lines.append(f"{marks[check.state]}  {check.name:<{width}}  {check.evidence}")
+        if check.fix:
+            lines.append(f"{'':9}{'':{width}}  try: {check.fix}")
+    missing = [check for check in checks if check.state is CheckState.MISSING]
+    lines.append("everything is in place" if not missing else f"{len(missing)} missing; first: {missing[0].fix}")
+    return lines
+
+
+def _look_at_root(host: Host) -> Check:
+    if os.geteuid() == 0:
+        return _ok("root", "running as root")
+    return _warn("root", "not root: some checks need it", fix="sudo cpuos doctor")
+
+
+def _look_at_system(host: Host) -> Check:
+    release = platform.freedesktop_os_release()
+    evidence = f"{release.get('PRETTY_NAME', 'unknown')}, kernel {platform.release()}, {platform.machine()}"
+    if release.get("ID") in ("debian", "ubuntu") and shutil.which("apt-get"):
+        return _ok("system", evidence)
+    return _missing("system", f"{evidence}: set-up knows Debian 12 and Ubuntu 24.04", fix="cat /etc/os-release")
+
+
+def _look_at_python(host: Host) -> Check:
+    try:
+        python = readable_python()
+    except Exception as error:
+        return _missing("python", str(error).splitlines()[0], fix="sudo apt-get install --yes python3")
+    version = (host.read([python, "--version"]) or "unknown").strip()
+    return _ok("python", f"{version} at {python}, readable by the daemons' users")
+
+
+def _look_at_packages(host: Host) -> Check:
+    missing = missing_packages(host)
+    if not missing:
+        return _ok("packages", "all system packages are installed")
+    return _missing("packages", f"not installed: {' '.join(missing)}", fix=SETUP)
+
+
+def _look_at_users(host: Host) -> Check:
+    if users_exist(host):
+        return _ok("users", "cpuos-server and cpuos-gateway in group cpuos")
+    return _missing("users", "cpuos-server, cpuos-gateway or the group cpuos do not exist", fix=SETUP)
+
+
+def _look_at_environment(host: Host) -> Check:
+    if environment_is_current(host):
+        return _ok("environment", f"cpuOS is installed in {host.environment}")
+    return _missing("environment", f"this version of cpuOS is not installed below {host.settings.venv_dir}", fix=SETUP)
+
+
+def _look_at_runsc(host: Host) -> Check:
+    path = host.settings.runsc_path
+    if runsc_is_current(host):
+        return _ok("runsc", f"{RUNSC_VERSION} at {path}")
+    if not path.exists():
+        return _missing("runsc", f"not at {path}", fix=SETUP)
+    said = (host.read([path, "--version"]) or "it does not start").splitlines()[0]
+    return _missing("runsc", f"{path} says {said!r}, wanted is {RUNSC_VERSION}", fix=SETUP)
+
+
+def _look_at_sidecars(host: Host) -> Check:
+    if sidecars_are_current(host):
+        return _ok("sidecars", f"in {host.settings.runsc_path.parent / 'gvisor-bin'}")
+    return _warn("sidecars", "gVisor's start-up helpers are missing: sandboxes start 20 ms later", fix=SETUP)
+
+
+def _look_at_agent(host: Host) -> Check:
+    if agent_is_current(host):
+        return _ok("agent", str(host.settings.agent_path))
+    exists = host.settings.agent_path.exists()
+    evidence = "built from other sources than these" if exists else f"not at {host.settings.agent_path}"
+    needs_go = "" if find_go(host) else "; Go will be installed"
+    return _missing("agent", evidence + needs_go, fix=SETUP)
+
+
+def _look_at_groups(host: Host, root: Path = Path("/sys/fs/cgroup")) -> Check:
+    wanted = {"cpu", "cpuset", "memory", "pids"}
+    if (root / "cgroup.controllers").exists():
+        version, found = "v2", set((root / "cgroup.controllers").read_text().split())
+    else:
+        version, found = "v1", {path.name for path in root.iterdir() if path.is_dir()} if root.is_dir() else set()
+    lacking = sorted(wanted - found)
+    if not lacking:
+        return _ok("control groups", f"{version} with {', '.join(sorted(wanted))}")
+    return _missing(
+        "control groups", f"{version} without {', '.join(lacking)}", fix="mount -t cgroup2 none /sys/fs/cgroup"
+    )
+
+
+def _look_at_loop_devices(host: Host) -> Check:
+    free = (host.read(["losetup", "--find"]) or "").strip()
+    if free:
+        return _ok("loop devices", f"next free: {free}")
+    if os.geteuid() != 0:
+        return _warn("loop devices", "only root can ask for a free one", fix="sudo cpuos doctor")
+    return _missing("loop devices", "none to be had; sandboxes' disks need them", fix="modprobe loop")
+
+
+def _look_at_disk(host: Host) -> Check:
+    settings = host.settings
+    place = next(path for path in (settings.state_dir, *settings.state_dir.parents) if path.exists())
+    free = shutil.disk_usage(place).free >> 20
+    kind = (host.read(["stat", "--file-system", "--format", "%T", place]) or "unknown").strip()
+    evidence = f"{free / 1024:.1f} GiB free at {place} ({kind})"
+    if free >= MINIMUM_FREE_MIB:
+        return _ok("disk space", evidence)
+    return _warn("disk space", f"{evidence}; at least {MINIMUM_FREE_MIB >> 10} GiB is wanted", fix=f"df -h {place}")
+
+
+def _look_at_memory(host: Host) -> Check:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) >> 10
+    evidence = f"{available} MiB available, {os.cpu_count()} processors"
+    if available >= MINIMUM_MEMORY_MIB:
+        return _ok("memory", evidence)
+    return _warn("memory", f"{evidence}; at least {MINIMUM_MEMORY_MIB} MiB is wanted", fix="free -m")
+
+
+_LOOKS: tuple[Callable[[Host], Check], ...] = (
+    _look_at_root,
+    _look_at_system,
+    _look_at_python,
+    _look_at_packages,
+    _look_at_users,
+    _look_at_environment,
+    _look_at_runsc,
+    _look_at_sidecars,
+    _look_at_agent,
+    _look_at_groups,
+    _look_at_loop_devices,
+    _look_at_disk,
+    _look_at_memory,
+)
+
+
+def _look_at_template(host: Host, name: str) -> Check:
+    template = next(template for template in TEMPLATES if template.name == name)
+    image = host.settings.template_dir / name / "root.erofs"
+    if template_is_current(host, template):
+        return _ok(f"template {name}", f"{image.stat().st_size >> 20} MiB at {image}")
+    evidence = "built from another definition" if image.exists() else f"not at {image}"
+    return _missing(f"template {name}", evidence, fix=SETUP)
+
+
+def _probe(host: Host) -> Check:
+    """Boot something and wait for its word: a binary that exists proves nothing."""
+    from cpuos.runtimes.gvisor.probe import probe_gvisor
+    from cpuos.runtimes.gvisor.program import Runsc
+
+    if os.geteuid() != 0:
+        return _warn("test boot", "only root can boot a sandbox", fix="sudo cpuos doctor")
+    with tempfile.TemporaryDirectory(prefix="cpuos-doctor-") as folder:
+        runsc = Runsc(host.settings.runsc_path, root=Path(folder) / "runsc")
+        found = asyncio.run(probe_gvisor(runsc, folder=Path(folder)))
+        host.read(["umount", "--lazy", runsc.root / "null-netns"])  # runsc leaves it for the next sandbox
+    if found.available:
+        return _ok("test boot", found.detail)
+    return _missing("test boot", found.reason, fix=SETUP)
+
+
+def _look_at_services(settings: Settings) -> Iterator[Check]:
+    from cpuos.services import status
+
+    found = status(settings)
+    for part in found.parts:
+        evidence = f"{part.state}, process {part.pid}, restarted {part.restarts} times" if part.pid else part.state
+        if part.state == "ready":
+            yield _ok(part.name, evidence)
+        elif os.geteuid() != 0:
+            yield _warn(part.name, "only root can look", fix="sudo cpuos doctor")
+        else:
+            fix = "sudo cpuos up" if part.state == "stopped" else f"tail -n 50 {part.log}"
+            yield _warn(part.name, evidence, fix=fix)
+
+
+def _ok(name: str, evidence: str) -> Check:
+    return Check(name=name, state=CheckState.OK, evidence=evidence)
+
+
+def _warn(name: str, evidence: str, *, fix: str) -> Check:
+    return Check(name=name, state=CheckState.WARNING, evidence=evidence, fix=fix)
+
+
+def _missing(name: str, evidence: str, *, fix: str) -> Check:
+    return Check(name=name, state=CheckState.MISSING, evidence=evidence, fix=fix)
