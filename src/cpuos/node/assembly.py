@@ -65,10 +65,7 @@ class Assembly:
         """The parts in the order in which they need each other; `started` hears of the process at once."""
 
         async def make_disk() -> None:
-            await self.disks.create(spec.id, mib=spec.disk_mib)
-
-        async def mount_disk() -> None:
-            await self.disks.attach(spec.id)
+            await self.disks.create(spec.id, size_mib=spec.disk_mib)
 
         async def take_slot() -> None:
             await self.slots.take(spec.id)
@@ -78,8 +75,7 @@ class Assembly:
 
         return [
             Step(name="workdir", do=lambda: self._make_workdir(spec.id), undo=lambda: self._clear_workdir(spec.id)),
-            Step(name="disk", do=make_disk, undo=lambda: self.disks.delete(spec.id)),
-            Step(name="mount", do=mount_disk, undo=lambda: self.disks.detach(spec.id)),
+            Step(name="disk", do=make_disk, undo=lambda: self.disks.remove(spec.id)),
             Step(name="slot", do=take_slot, undo=lambda: self.slots.release(spec.id)),
             Step(name="start", do=start, undo=lambda: runtime.destroy(spec.id)),
         ]
@@ -95,7 +91,7 @@ class Assembly:
             await self.slots.release(sandbox_id)
 
         async def remove_disk() -> None:
-            await self.disks.delete(sandbox_id)
+            await self.disks.remove(sandbox_id)
 
         return [
             Step(name="destroy", do=destroy),
@@ -107,7 +103,7 @@ class Assembly:
     async def leftovers(self) -> set[str]:
         """Ids of all of which anything of this instance is on the host."""
         found = {name for name in os.listdir(self._workdirs) if re.fullmatch(SANDBOX_ID_PATTERN, name)}
-        found.update(self.disks.leftovers(), await self.slots.leftovers())
+        found.update(await self.disks.leftovers(), await self.slots.leftovers())
         for runtime in self._runtimes:
             found.update(await runtime.leftovers())
         return found

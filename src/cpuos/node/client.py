@@ -196,6 +196,8 @@ async def _send_packet(connection: socket.socket, packet: bytes) -> None:
         try:
             connection.send(packet)
             return
+        except BrokenPipeError:
+            return  # refused already: the answer says why
         except BlockingIOError:
             await _ready(connection, writing=True)
 

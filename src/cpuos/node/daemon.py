@@ -77,6 +77,8 @@ def main() -> None:
                 hint="sudo cpuos up",
             )
         os.umask(0o077)
+        for folder in (settings.state_dir, settings.run_dir):
+            make_shared_folder(folder)
         # Before the first thread: the kernel moves only a single thread into another mount namespace.
         enter_mount_namespace(settings.run_dir / "ns" / "mnt")
         with held_state(settings):
@@ -148,7 +150,7 @@ async def running_node(settings: Settings, *, parts: NodeParts) -> AsyncIterator
     node = create_node(settings, parts)
     await node.service.recover()
     gid = _group_of_sockets()
-    settings.run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+    make_shared_folder(settings.run_dir)
     api_socket = listen(settings.node_socket, kind=socket.SOCK_STREAM, mode=SOCKET_MODE, gid=gid)
     dial_socket = listen(settings.dial_socket, kind=socket.SOCK_SEQPACKET, mode=SOCKET_MODE, gid=gid)
     dial = DialServer(node.service, allowed_uids=[settings.gateway_uid])
@@ -217,6 +219,17 @@ def held_state(settings: Settings):  # type: ignore[no-untyped-def]
         yield
     finally:
         os.close(descriptor)
+
+
+def make_shared_folder(folder: Path) -> None:
+    """A folder through which the other daemons reach their own; one that is there keeps its mode."""
+    if folder.is_dir():
+        return
+    folder.mkdir(mode=0o750, parents=True)
+    folder.chmod(0o750)
+    gid = _group_of_sockets()
+    if gid is not None:
+        os.chown(folder, 0, gid)
 
 
 def _group_of_sockets() -> int | None:

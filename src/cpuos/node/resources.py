@@ -14,25 +14,21 @@ __all__ = ["Disks", "Slots"]
 class Disks(Protocol):
     """One disk a sandbox. Every method bears "nothing there", and may be repeated after a crash."""
 
-    async def create(self, sandbox_id: str, *, mib: int) -> None: ...
-
-    async def attach(self, sandbox_id: str) -> Path:
-        """Mount it; its folder has `workspace/` (1000:1000) and `overlay/` (root, 0700)."""
+    async def create(self, sandbox_id: str, *, size_mib: int) -> Path:
+        """Make and mount it; its folder has `workspace/` (1000:1000) and `overlay/` (root, 0700)."""
         ...
 
     def path(self, sandbox_id: str) -> Path:
-        """The folder that `attach` gives: derived, so that a restarted node knows it."""
+        """The folder that `create` gives: derived, so that a restarted node knows it."""
         ...
 
     async def used_bytes(self, sandbox_id: str) -> int: ...
 
-    async def detach(self, sandbox_id: str) -> None: ...
-
-    async def delete(self, sandbox_id: str) -> None:
+    async def remove(self, sandbox_id: str) -> None:
         """Unmount and remove it and all that `create` made."""
         ...
 
-    def leftovers(self) -> list[str]:
+    async def leftovers(self) -> list[str]:
         """Ids of all disks of this instance that are on the host, whole or half-made."""
         ...
 

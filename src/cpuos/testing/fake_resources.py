@@ -26,26 +26,21 @@ class FakeDisks:
     def path(self, sandbox_id: str) -> Path:
         return self._folder / sandbox_id
 
-    async def create(self, sandbox_id: str, *, mib: int) -> None:
+    async def create(self, sandbox_id: str, *, size_mib: int) -> Path:
         for name in ("workspace", "overlay"):
             (self.path(sandbox_id) / name).mkdir(parents=True, exist_ok=True)
         if os.geteuid() == 0:
             os.chown(self.path(sandbox_id) / "workspace", 1000, 1000)
-
-    async def attach(self, sandbox_id: str) -> Path:
         return self.path(sandbox_id)
 
-    async def detach(self, sandbox_id: str) -> None:
-        pass
-
-    async def delete(self, sandbox_id: str) -> None:
+    async def remove(self, sandbox_id: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self.path(sandbox_id), ignore_errors=True)
 
     async def used_bytes(self, sandbox_id: str) -> int:
         files = self.path(sandbox_id).rglob("*")
         return sum(path.lstat().st_size for path in files)
 
-    def leftovers(self) -> list[str]:
+    async def leftovers(self) -> list[str]:
         return sorted(os.listdir(self._folder))
 
 

@@ -44,7 +44,7 @@ class Faults:
 
 async def find_leftovers(settings: Settings, parts: NodeParts) -> list[str]:
     """Everything of sandboxes that is on the host now: parts, work folders, records, mounts, processes."""
-    found = [f"disk {name}" for name in parts.disks.leftovers()]
+    found = [f"disk {name}" for name in await parts.disks.leftovers()]
     found += [f"slot {name}" for name in await parts.slots.leftovers()]
     for runtime in parts.runtimes.values():
         found += [f"{runtime.name} {name}" for name in await runtime.leftovers()]

@@ -21,7 +21,7 @@ from cpuos.testing.node import KILL_AT, fake_parts
 A, B = "a" * 20, "b" * 20
 CREATE_POINTS = [
     f"create.{step}.{side}"
-    for step in ("record", "workdir", "disk", "mount", "slot", "start", "running")
+    for step in ("record", "workdir", "disk", "slot", "start", "running")
     for side in ("before", "after")
 ]
 DELETE_POINTS = [
@@ -179,7 +179,7 @@ async def test_a_damaged_record_is_an_orphan(settings, asking, text):
 
 async def test_orphans_are_removed_at_start(settings):
     parts = fake_parts(settings)
-    await parts.disks.create(A, mib=64)
+    await parts.disks.create(A, size_mib=64)
     await parts.slots.take(B)
     (settings.node_state_dir / "sandboxes" / ("c" * 20)).mkdir(parents=True)
     async with Daemon(settings):

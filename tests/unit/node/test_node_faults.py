@@ -9,7 +9,7 @@ from cpuos.node.journal import Stage
 from cpuos.testing.faults import Faults, assert_nothing_left
 from cpuos.testing.node import fake_node
 
-CREATE_STEPS = ["record", "workdir", "disk", "mount", "slot", "start", "running"]
+CREATE_STEPS = ["record", "workdir", "disk", "slot", "start", "running"]
 DELETE_STEPS = ["record", "destroy", "slot", "disk", "workdir", "gone"]
 
 

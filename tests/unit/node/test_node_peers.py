@@ -27,7 +27,10 @@ os.setgroups([]); os.setgid(uid); os.setuid(uid)
 connection = socket.socket(socket.AF_UNIX, kind)
 try:
     connection.connect(path)
-    connection.sendall(call)
+    try:
+        connection.sendall(call)
+    except BrokenPipeError:
+        pass  # the refusal came first
     print(connection.recv(4096).decode())
 except PermissionError:
     print("no right")
