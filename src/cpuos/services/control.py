@@ -69,6 +69,8 @@ def up(
         record = read_record(settings)
         if record and record.is_supervised and _is_of(record, settings, python):
             started = False
+        elif record is None and all(part_answers(part.name, settings) for part in PARTS):
+            started = False  # by systemd
         else:
             if record and record.is_supervised:
                 _stop(record)

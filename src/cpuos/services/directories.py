@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 from cpuos.errors import SetupRequired
-from cpuos.settings import Settings
+from cpuos.settings import Settings, load_settings
 from cpuos.setup.users import GROUP
 
 __all__ = ["make_directories"]
@@ -62,3 +62,7 @@ def _require_way(path: Path) -> None:
                 f"the users cpuos-server and cpuos-gateway cannot pass {folder}",
                 hint=f"chmod o+x {folder}",
             )
+
+
+if __name__ == "__main__":  # ExecStartPre of the node's unit
+    make_directories(load_settings())
