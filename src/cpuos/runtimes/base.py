@@ -58,7 +58,8 @@ class SandboxSpec:
     workdir: Path
     """The node's folder of this sandbox (0700): bundle, logs. Exists."""
     disk: Path
-    """Mounted ext4 of this sandbox's disk: has `workspace/` (owner 1000:1000) and `overlay/` (root, 0700)."""
+    """This sandbox's disk: `workspace/` (mounted ext4, owner 1000:1000) and `overlay/` (root, 0700; for the root's
+    writable layer). Each holds `disk_mib`."""
     netns: Path
     """Bare network namespace, armed with eth0 at GUEST_ADDRESS."""
     agent: Path

@@ -6,7 +6,7 @@
     disks/<id>/overlay/      root 0700: gVisor keeps its unlinked filestore here
 
 Workspace and root layer each hold the sandbox's disk size. They do not share one file system on purpose: see
-docs/adr/0001-workspace-image-and-root-layer.md.
+docs/adr/0006-workspace-image-and-root-layer.md.
 """
 
 from __future__ import annotations

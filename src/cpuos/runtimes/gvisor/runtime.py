@@ -8,7 +8,6 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -32,6 +31,7 @@ __all__ = ["GvisorRuntime"]
 _START_S = 30.0
 _DELETE_S = 15.0
 _KEPT_KILLS = 256
+_PANIC_HEAD = 2000
 # runsc's state files: ID_sandbox:ID.state and .lock.
 _STATE_FILE = re.compile(r"([a-z0-9]{20})_sandbox:\1\.(state|lock)")
 
@@ -194,9 +194,10 @@ class GvisorRuntime:
             return "it was out of memory and no longer answered, so it was killed"
         if self._groups.was_oom_killed(sandbox_id):
             return "it reached its memory limit and the host's kernel killed it"
-        with suppress(OSError):
-            if (running.workdir / "panic.log").stat().st_size > 0:
-                return "gVisor's kernel stopped with an error; its panic.log on the node has the details"
+        panic = _head(running.workdir / "panic.log")
+        if panic:
+            log.error("gVisor's kernel stopped with an error", sandbox=sandbox_id, panic=panic)
+            return "gVisor's kernel stopped with an error; the node's log has its first lines"
         return "its process ended"
 
     def _forget(self, sandbox_id: str) -> None:
@@ -244,6 +245,15 @@ def _open_process(process: Process) -> int | None:
         return pidfd
     os.close(pidfd)
     return None
+
+
+def _head(path: Path) -> str:
+    """The first lines of a file that may be big or not there."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_PANIC_HEAD).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _last_error(logs: Path) -> str:

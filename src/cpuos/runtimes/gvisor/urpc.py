@@ -72,9 +72,9 @@ class ControlSocket:
             result = answer["results"][0]
             text, failed = str(result["value"]), bool(result["is_error"])
         except (KeyError, IndexError, TypeError) as problem:
-            raise self._failure(method, "unexpected answer") from problem
+            raise self._failure(f"Cgroups.{method}", "unexpected answer") from problem
         if failed:
-            raise self._failure(method, text[:200])
+            raise self._failure(f"Cgroups.{method}", text[:200])
         return text
 
     async def _call(self, method: str, argument: Any) -> Any:

@@ -53,11 +53,17 @@ class VictimWorker:
     def __init__(self) -> None:
         self._process: Process | None = None
         self._questions: socket.socket | None = None
+        # One start at a time.
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            return
-        await self.close()
+        """Running already is fine."""
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                await self.close()
+                await self._start()
+
+    async def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = await asyncio.create_subprocess_exec(
