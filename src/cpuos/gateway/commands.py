@@ -31,7 +31,7 @@ from cpuos.types.frames import FrameKind, encode_frame
 
 __all__ = ["CommandRun"]
 
-ACK_EVERY_BYTES = 128 << 10
+ACK_EVERY_BYTES = 256 << 10
 BUDGET_LOOK_BYTES = 4 << 20
 MAX_VIOLATIONS = 8
 SILENCE_LIMIT_S = 20.0
