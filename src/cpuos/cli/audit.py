@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cpuos.cli.output import JsonOption, current_output
+
+if TYPE_CHECKING:
+    from cpuos import Client
+    from cpuos.types.audit import AuditEntry
 
 __all__ = ["list_audit", "register"]
 
@@ -19,7 +25,7 @@ def list_audit(
     ctx: typer.Context,
     sandbox: Annotated[str | None, typer.Option("--sandbox", "-s", help="Only this sandbox.")] = None,
     action: Annotated[str | None, typer.Option(help="Only this action, such as command.start.")] = None,
-    after: Annotated[int, typer.Option(help="Only entries with a higher id.")] = 0,
+    after: Annotated[int | None, typer.Option(help="Those that follow this id, instead of the newest.", min=0)] = None,
     limit: Annotated[int, typer.Option(help="Most entries to show.", min=1, max=1000)] = 100,
     as_json: JsonOption = False,
 ) -> None:
@@ -31,9 +37,9 @@ def list_audit(
 
     output = current_output(ctx)
     with Client() as client:
-        found = client.audit(sandbox=sandbox, action=action, after=after, limit=limit)
+        entries = _read_entries(client, sandbox=sandbox, action=action, after=after, limit=limit)
     if output.json:
-        output.data(found)
+        output.data({"entries": entries})
         return
     rows = [
         (
@@ -43,8 +49,23 @@ def list_audit(
             entry.action,
             entry.target,
             entry.phase if entry.result is None else entry.result,
-            " ".join(f"{key}={value}" for key, value in entry.detail.items()),
+            " ".join(f"{key}={value}" for key, value in entry.detail.items() if value not in (None, "", [])),
         )
-        for entry in found.entries
+        for entry in entries
     ]
     output.table(("ID", "AT (UTC)", "ACTOR", "ACTION", "TARGET", "RESULT", "DETAIL"), rows, empty="no entry")
+
+
+def _read_entries(
+    client: Client, *, sandbox: str | None, action: str | None, after: int | None, limit: int
+) -> Sequence[AuditEntry]:
+    """One page after an id; without one the last page, which the API reaches from the front."""
+    if after is not None:
+        return client.audit(sandbox=sandbox, action=action, after=after, limit=limit).entries
+    newest: deque[AuditEntry] = deque(maxlen=limit)
+    position: int | None = 0
+    while position is not None:
+        page = client.audit(sandbox=sandbox, action=action, after=position, limit=1000)
+        newest.extend(page.entries)
+        position = page.next_after if page.entries else None
+    return list(newest)

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from cpuos.cli.output import JsonOption, Output, current_output
-from cpuos.cli.results import OURS, describe_result, exit_code_of, exit_code_of_error
+from cpuos.cli.results import describe_result, exit_code_of
 from cpuos.cli.sandboxes import connected, parse_pairs
 from cpuos.cli.streams import passed_stdin, print_output
 from cpuos.errors import CpuosError, InvalidRequest
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from cpuos.types.command import Command
 
 __all__ = ["CommandLine", "execute", "register"]
+
+AS_ARGUMENTS = "cpuos.cli.exec.arguments"
 
 
 def register(app: typer.Typer) -> None:
@@ -47,7 +49,7 @@ def execute(
 ) -> None:
     """Run a command in a sandbox and exit as it did.
 
-    One word is a shell string; several are a program and its arguments, passed as they are.
+    One word is a line for bash; several words, or any after "--", are a program and its arguments, passed as they are.
     Exit codes: the command's own; 124 it ran over --timeout; 125 cpuOS failed; 126 not executable; 127 no such program;
     128+N ended by signal N.
     """
@@ -56,50 +58,57 @@ def execute(
     output = current_output(ctx)
     options = {"cwd": cwd, "env": parse_pairs(env, option="--env"), "user": user, "timeout": timeout}
     options = {key: value for key, value in options.items() if value}
-    if template is not None:
-        with output.working(f"creating a sandbox from {template}"):
-            box = Sandbox.create(template)
-        with box:
-            code = _run(output, box, [sandbox, *(command or [])], options, interactive=interactive, pty=pty)
-    elif command:
-        with connected(sandbox) as box:
-            code = _run(output, box, command, options, interactive=interactive, pty=pty)
-    else:
+    words = [*(command or [])] if template is None else [sandbox, *(command or [])]
+    if not words:
         raise InvalidRequest(
             "cannot run: no command is given",
             "it follows the sandbox",
             hint=f"cpuos exec {sandbox} -- python3 --version",
         )
+    for word in words:
+        _check_text(word)
+    line_or_words = words[0] if len(words) == 1 and AS_ARGUMENTS not in ctx.meta else words
+    if template is None:
+        with connected(sandbox) as box:
+            code = _run(output, box, line_or_words, options=options, interactive=interactive, pty=pty)
+    else:
+        with output.working(f"creating a sandbox from {template}"):
+            box = Sandbox.create(template)
+        with box:
+            code = _run(output, box, line_or_words, options=options, interactive=interactive, pty=pty)
     if code:
         raise typer.Exit(code)
 
 
 def _run(
-    output: Output, sandbox: Sandbox, words: list[str], options: dict[str, Any], *, interactive: bool, pty: bool
+    output: Output,
+    sandbox: Sandbox,
+    command: str | list[str],
+    *,
+    options: dict[str, Any],
+    interactive: bool,
+    pty: bool,
 ) -> int:
-    for word in words:
-        _check_text(word)
-    command: str | list[str] = words[0] if len(words) == 1 else words
-    try:
-        if pty and not output.json:
-            from cpuos.cli.shells import run_terminal
+    if pty and not output.json:
+        from cpuos.cli.shells import run_terminal
 
-            return run_terminal(sandbox, command, options)
-        if output.json:
-            stdin = {"stdin": sys.stdin.buffer} if interactive else {}
-            ended: Result | Command = sandbox.exec(command, **options, **stdin)
-            output.data(describe_result(ended))
-        else:
-            ended = _run_streaming(output, sandbox, command, options, interactive=interactive)
-    except CpuosError as error:
-        code = exit_code_of_error(error)
-        if code == OURS:
-            raise
-        output.error(error)
-        return code
+        return run_terminal(sandbox, command, options)
+    if output.json:
+        stdin = {"stdin": sys.stdin.buffer} if interactive else {}
+        ended: Result | Command = sandbox.exec(command, **options, **stdin)
+        output.data(describe_result(ended))
+    else:
+        ended = _run_streaming(output, sandbox, command, options=options, interactive=interactive)
+    _tell_end(output, ended)
+    return exit_code_of(ended.status, exit_code=ended.exit_code, signal=ended.signal)
+
+
+def _tell_end(output: Output, ended: Result | Command) -> None:
+    """What an exit code alone does not say."""
     if ended.status != "exited":
         output.progress(f"cpuos: the command ended as {ended.status}" + (f": {ended.reason}" if ended.reason else ""))
-    return exit_code_of(ended.status, exit_code=ended.exit_code, signal=ended.signal)
+    elif ended.reason:
+        output.progress(f"cpuos: {ended.reason}")
 
 
 def _check_text(word: str) -> None:
@@ -114,7 +123,7 @@ def _check_text(word: str) -> None:
 
 
 def _run_streaming(
-    output: Output, sandbox: Sandbox, command: str | list[str], options: dict[str, Any], *, interactive: bool
+    output: Output, sandbox: Sandbox, command: str | list[str], *, options: dict[str, Any], interactive: bool
 ) -> Command:
     from cpuos.client import PIPE
 
@@ -177,6 +186,7 @@ class CommandLine(TyperCommand):
                 words.append(word)
         if rest[:1] == ["--"]:
             rest.pop(0)
+            ctx.meta[AS_ARGUMENTS] = True
         return super().parse_args(ctx, [*options, "--", *words, *rest])
 
 

@@ -30,7 +30,7 @@ def show(ctx: typer.Context) -> None:
     running, problem, live = True, "", []
     try:
         with Client() as client:
-            live = [box.info for box in Sandbox.list(client=client) if box.state in LIVE_STATES]
+            live = [info for info in Sandbox.list(client=client) if info.state in LIVE_STATES]
     except (Unavailable, AuthenticationError) as error:
         running, problem = False, error.why or error.what
     except CpuosError as error:

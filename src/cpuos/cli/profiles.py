@@ -76,7 +76,7 @@ def _print_evidence(output: Output, evidence: Evidence, out: Path) -> None:
     output.line(f"values:    {json.dumps(evidence.guest.values) if evidence.guest.values is not None else 'none'}")
     output.line(f"chart:     {charts or 'none'}")
     output.line(f"isolation: {sandbox.isolation} ({sandbox.isolation_detail})")
-    output.progress(f"next:      python3 -m json.tool {out}/evidence.json")
+    output.progress(f"next:      {'cat ' if evidence.reason else 'python3 -m json.tool '}{out}/evidence.json")
 
 
 def _exit_code(evidence: Evidence) -> int:

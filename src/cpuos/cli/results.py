@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cpuos.errors import CpuosError
-
 if TYPE_CHECKING:
     from cpuos import Result
 
-__all__ = ["OURS", "describe_result", "exit_code_of", "exit_code_of_error"]
+__all__ = ["OURS", "TIMED_OUT", "describe_result", "exit_code_of"]
 
 TIMED_OUT = 124
 OURS = 125
-NOT_EXECUTABLE = 126
-MISSING = 127
 
 
 def exit_code_of(status: str, *, exit_code: int | None, signal: int | None) -> int:
@@ -27,12 +23,6 @@ def exit_code_of(status: str, *, exit_code: int | None, signal: int | None) -> i
         case "signalled" | "killed" | "oom_killed" | "limited":
             return 128 + (signal or 9)
     return OURS
-
-
-def exit_code_of_error(error: CpuosError) -> int:
-    """A program that cannot be started is the command's failure, as in a shell."""
-    reason = error.details.get("agent_code") or error.details.get("reason")
-    return {"program_not_found": MISSING, "program_not_executable": NOT_EXECUTABLE}.get(str(reason), OURS)
 
 
 def describe_result(result: Result) -> dict[str, Any]:

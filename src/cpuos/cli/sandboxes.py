@@ -83,7 +83,7 @@ def list_sandboxes(
     output = current_output(ctx)
     with Client() as client:
         found = Sandbox.list(state=state, labels=parse_pairs(label, option="--label"), client=client)
-    shown = [sandbox.info for sandbox in found if everything or state or sandbox.state in LIVE_STATES]
+    shown = [info for info in found if everything or state or info.state in LIVE_STATES]
     if output.json:
         output.data({"sandboxes": shown})
     elif quiet:

@@ -117,18 +117,17 @@ def _run_script(
     reason = ""
     result = None
     record = None
-    values = _Values(None, "none", [])
     try:
         result = sandbox.exec(argv, cwd=_WORKSPACE, env=environment, timeout=timeout_s)
         reason = "" if result.ok else _why_failed(result)
         (folder / "stdout.txt").write_bytes(result.stdout_raw)
         (folder / "stderr.txt").write_bytes(result.stderr_raw)
-        record = sandbox.commands.get(result.command_id)
+        record = sandbox.commands.get(result.command_id).info
         _download_artifacts(profile, sandbox, folder / "artifacts")
-        values = _collect_values(profile, folder / "artifacts", result.stdout)
     except CpuosError as error:
         reason = reason or f"{error.what}: {error.why}"
     (folder / "artifacts").mkdir(exist_ok=True)
+    values = _collect_values(profile, folder / "artifacts", result.stdout if result else "")
     inputs, script = described
     return Evidence(
         profile=profile.name,

@@ -14,7 +14,7 @@ from cpuos.cli.copies import split_place
 from cpuos.cli.exec import CommandLine, execute
 from cpuos.cli.main import main
 from cpuos.cli.output import Output
-from cpuos.cli.results import exit_code_of, exit_code_of_error
+from cpuos.cli.results import exit_code_of
 from cpuos.cli.sandboxes import parse_pairs
 from cpuos.errors import InvalidRequest, PlatformError
 
@@ -194,12 +194,6 @@ def test_options_end_where_the_command_begins(
 )
 def test_exit_codes(status: str, exit_code: int | None, signal: int | None, code: int) -> None:
     assert exit_code_of(status, exit_code=exit_code, signal=signal) == code
-
-
-def test_a_program_that_is_not_there_is_the_commands_failure() -> None:
-    assert exit_code_of_error(InvalidRequest("cannot run", details={"agent_code": "program_not_found"})) == 127
-    assert exit_code_of_error(InvalidRequest("cannot run", details={"agent_code": "program_not_executable"})) == 126
-    assert exit_code_of_error(InvalidRequest("cannot run")) == 125
 
 
 @pytest.mark.parametrize(
