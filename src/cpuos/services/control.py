@@ -17,7 +17,7 @@ from cpuos.services.credentials import calling_user, credentials_path, hand_over
 from cpuos.services.directories import make_directories
 from cpuos.services.health import ask, part_answers
 from cpuos.services.parts import PARTS
-from cpuos.services.processes import kill_process
+from cpuos.services.processes import find_process, kill_process
 from cpuos.services.record import Record, read_record, record_path
 from cpuos.services.supervisor import STOP_GRACE_S
 from cpuos.settings import Settings, load_settings, read_endpoint
@@ -29,6 +29,7 @@ from cpuos.setup.steps import all_steps
 __all__ = ["Instance", "down", "up"]
 
 READY_S = 60.0
+SUPERVISOR_S = 20.0
 _QUIET = QuietProgress()
 
 
@@ -72,7 +73,7 @@ def up(
         elif record is None and all(part_answers(part.name, settings) for part in PARTS):
             started = False  # by systemd
         else:
-            if record and record.is_supervised:
+            if record and not _is_of(record, settings, python):
                 _stop(record)
             _start(settings, python)
             started = True
@@ -123,8 +124,11 @@ def end_sandboxes(settings: Settings, *, uid: int) -> None:
 
 
 def _start(settings: Settings, python: Path) -> None:
-    for path in (settings.server_endpoint, settings.gateway_endpoint, settings.endpoints):
-        path.unlink(missing_ok=True)
+    record = read_record(settings)
+    for name, path in (("server", settings.server_endpoint), ("gateway", settings.gateway_endpoint)):
+        known = record.parts.get(name) if record else None
+        if known is None or find_process(known.process.pid) != known.process:
+            path.unlink(missing_ok=True)  # of an earlier life; one that lives on is adopted and will not publish again
     log = settings.log_dir / "supervisor.log"
     with log.open("ab") as output:
         # --fork: the supervisor becomes init's child, so neither a caller's end nor its signals reach it.
@@ -137,6 +141,11 @@ def _start(settings: Settings, python: Path) -> None:
             stderr=output,
             check=True,
         )
+    deadline = time.monotonic() + SUPERVISOR_S
+    while not ((record := read_record(settings)) and record.is_supervised):
+        if time.monotonic() >= deadline:
+            raise _not_ready(settings, "supervisor", how=f"did not begin in {SUPERVISOR_S:.0f} s")
+        time.sleep(0.02)
 
 
 def _stop(record: Record) -> None:
