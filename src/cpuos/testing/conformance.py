@@ -64,8 +64,9 @@ class SandboxConformance:
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     @pytest.fixture(scope="class")
-    def sandbox(self, client: Client) -> Iterator[Sandbox]:
-        with Sandbox.create(client=client, **self.create_options) as sandbox:
+    @classmethod
+    def sandbox(cls, client: Client) -> Iterator[Sandbox]:
+        with Sandbox.create(client=client, **cls.create_options) as sandbox:
             yield sandbox
 
     # exec: results

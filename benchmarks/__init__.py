@@ -1,0 +1,1 @@
+"""Speed and size, as ratios from one run with the bare tool beside the product."""

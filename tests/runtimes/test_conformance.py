@@ -1,0 +1,25 @@
+"""The conformance suite on each runtime that this machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpuos import Client
+from cpuos.testing.conformance import SandboxConformance
+from cpuos.testing.instance import Instance
+
+
+@pytest.mark.gvisor
+class TestGvisorConformance(SandboxConformance):
+    pass
+
+
+class TestFakeConformance(SandboxConformance):
+    """The fake runs commands as plain processes of this machine: what isolation and users give, it cannot."""
+
+    known_failures = {}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def client(cls, fake_instance: Instance) -> Client:
+        return fake_instance.client()
