@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 import uvicorn
@@ -153,8 +154,8 @@ async def running_node(settings: Settings, *, parts: NodeParts) -> AsyncIterator
     make_shared_folder(settings.run_dir)
     api_socket = listen(settings.node_socket, kind=socket.SOCK_STREAM, mode=SOCKET_MODE, gid=gid)
     dial_socket = listen(settings.dial_socket, kind=socket.SOCK_SEQPACKET, mode=SOCKET_MODE, gid=gid)
-    dial = DialServer(node.service, allowed_uids=[settings.gateway_uid])
-    server = _Server(_server_config(node, allowed_uids=[settings.server_uid]))
+    dial = DialServer(node.service, allowed_uids=[settings.gateway_uid, os.geteuid()])
+    server = _Server(_server_config(node, allowed_uids=[settings.server_uid, os.geteuid()]))
     serving = asyncio.create_task(server.serve(sockets=[api_socket]))
     dial.start(dial_socket)
     node.service.start()

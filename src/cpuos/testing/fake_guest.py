@@ -163,6 +163,7 @@ def _reap(*, except_for: set[int]) -> None:
 
 
 def _fill_root(root: Path, workspace: Path, *, contained: bool) -> None:
+    root.chmod(0o755)
     for name in ("workspace", "home/user", "root", "tmp", "etc", "proc", "dev", "var/log", "var/tmp", "run", "opt"):
         (root / name).mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "var/tmp"):

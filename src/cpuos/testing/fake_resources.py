@@ -50,12 +50,15 @@ class FakeSlots:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        for passed in (folder.parent, folder):
+            passed.chmod(0o711)  # the gateway's user goes through to the socket
 
     def path(self, sandbox_id: str) -> Path:
         return self._folder / sandbox_id
 
     async def take(self, sandbox_id: str) -> Path:
         self.path(sandbox_id).mkdir(exist_ok=True)
+        self.path(sandbox_id).chmod(0o711)
         return self.path(sandbox_id)
 
     async def guest_link(self, sandbox_id: str) -> GuestLink:

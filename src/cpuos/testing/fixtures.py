@@ -1,0 +1,84 @@
+"""pytest fixtures of a private instance: `pytest_plugins = ["cpuos.testing.fixtures"]`.
+
+`instance` is one for the whole session, with real sandboxes where the machine can (root and set-up), else the fake
+runtime; `CPUOS_TESTING_RUNTIME` chooses. Tests marked `gvisor` are skipped where it cannot.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from cpuos.client import AsyncClient, Client
+from cpuos.errors import CpuosError
+from cpuos.settings import load_settings
+from cpuos.testing.instance import Instance
+
+__all__ = ["async_client", "client", "fake_instance", "instance", "small_instance_capacity"]
+
+RUNTIME_VARIABLE = "CPUOS_TESTING_RUNTIME"
+MAX_SANDBOXES = 12
+LIVE = {"creating", "running", "stopping"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_not_gvisor()
+    for item in items:
+        if reason and item.get_closest_marker("gvisor"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def instance() -> Iterator[Instance]:
+    runtime = os.environ.get(RUNTIME_VARIABLE) or ("fake" if _why_not_gvisor() else "gvisor")
+    with Instance(runtime=runtime, max_sandboxes=MAX_SANDBOXES) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="session")
+def fake_instance() -> Iterator[Instance]:
+    """Always the fake runtime: fast, and nothing is isolated."""
+    with Instance(runtime="fake", max_sandboxes=MAX_SANDBOXES) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="session")
+def client(instance: Instance) -> Client:
+    return instance.client()
+
+
+@pytest.fixture
+async def async_client(instance: Instance) -> AsyncIterator[AsyncClient]:
+    async with instance.async_client() as client:
+        yield client
+
+
+@pytest.fixture
+def small_instance_capacity(instance: Instance, client: Client) -> int:
+    """How many more sandboxes the instance takes now."""
+    sandboxes = client.get_json("/v1/sandboxes")["sandboxes"]
+    return instance.settings.max_sandboxes - sum(sandbox["state"] in LIVE for sandbox in sandboxes)
+
+
+@pytest.fixture(autouse=True)
+def _instance_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that asks for the instance finds it in its environment too, as a user's script would."""
+    if "instance" in request.fixturenames:
+        instance: Instance = request.getfixturevalue("instance")
+        monkeypatch.setenv("CPUOS_API_URL", instance.api_url)
+        monkeypatch.setenv("CPUOS_API_KEY", instance.api_key)
+
+
+def _why_not_gvisor() -> str:
+    if os.geteuid() != 0:
+        return "real sandboxes need root"
+    try:
+        settings = load_settings()
+    except CpuosError as error:
+        return str(error)
+    for path in (settings.runsc_path, settings.agent_path, settings.template_dir / "python" / "root.erofs"):
+        if not path.exists():
+            return f"set-up has not made {path}; run `cpuos setup`"
+    return ""
