@@ -1,6 +1,7 @@
 package main
 
 import (
+	"io"
 	"slices"
 	"strconv"
 	"strings"
@@ -70,15 +71,14 @@ func (a *agent) attachCommand(r *request, id string) error {
 	if err != nil {
 		return err
 	}
+	offsets := [2]uint64{uint64(r.number("stdout", 0, 10)), uint64(r.number("stderr", 0, 10))}
 	if r.upgrade != framesProtocol {
 		return invalid("attach needs Upgrade: %s", framesProtocol)
 	}
-	stdout, e1 := r.number("stdout", 0, 10)
-	stderr, e2 := r.number("stderr", 0, 10)
-	if e1 != nil || e2 != nil {
-		return invalid("stdout and stderr are offsets")
+	if r.problem != nil {
+		return r.problem
 	}
-	return c.stream(r, [2]uint64{uint64(stdout), uint64(stderr)})
+	return c.stream(r, offsets)
 }
 
 func (a *agent) killCommand(r *request, id string) error {
@@ -156,28 +156,20 @@ func (a *agent) feedCommand(r *request, id string) error {
 	if c.stdin.file == nil {
 		return fail(409, "invalid", "command %s was started with stdin none", id)
 	}
-	start, err := r.number("offset", 0, 10)
-	if err != nil {
-		return err
+	offset, end := uint64(r.number("offset", 0, 10)), r.flag("end", false)
+	if r.problem != nil {
+		return r.problem
 	}
-	end, err := r.flag("end", false)
-	if err != nil {
-		return err
-	}
-	offset := uint64(start)
 	buffer := make([]byte, 64<<10)
 	for !r.bodyEnd {
 		n, err := r.Read(buffer)
-		if n > 0 {
-			if err := c.stdin.put(offset, buffer[:n]); err != nil {
-				return err
-			}
-			offset += uint64(n)
-			continue
-		}
-		if err != nil && !r.bodyEnd {
+		if err != nil && err != io.EOF {
 			return err
 		}
+		if err := c.stdin.put(offset, buffer[:n]); err != nil {
+			return err
+		}
+		offset += uint64(n)
 	}
 	if end {
 		c.stdin.finish()

@@ -29,18 +29,16 @@ func invalid(format string, arguments ...any) *apiError {
 	return fail(400, "invalid", format, arguments...)
 }
 
-// asAPIError gives any error of a handler its code; what is named was being done to path.
+// asAPIError gives any error of a handler its code.
 func asAPIError(err error) *apiError {
 	var known *apiError
 	if errors.As(err, &known) {
 		return known
 	}
 	var number syscall.Errno
-	if errors.As(err, &number) {
-		status, code := errnoCode(number)
-		return &apiError{status: status, code: code, message: err.Error(), errno: number}
-	}
-	return fail(500, "internal", "%s", err)
+	errors.As(err, &number)
+	status, code := errnoCode(number)
+	return &apiError{status, code, err.Error(), number}
 }
 
 func errnoCode(number syscall.Errno) (status int, code string) {
@@ -71,12 +69,13 @@ func errnoCode(number syscall.Errno) (status int, code string) {
 
 // fileError says what could not be done to which path; the code comes from the kernel's number.
 func fileError(verb, path string, err error) error {
-	if err == nil {
-		return nil
-	}
 	var known *apiError
-	if errors.As(err, &known) {
+	if err == nil || errors.As(err, &known) {
 		return err
+	}
+	var number syscall.Errno
+	if errors.As(err, &number) {
+		err = number
 	}
 	return fmt.Errorf("cannot %s %s: %w", verb, path, err)
 }

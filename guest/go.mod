@@ -1,3 +1,3 @@
 module cpuos/guest
 
-go 1.24
+go 1.25

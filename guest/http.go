@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/textproto"
+	"net/url"
 	"os"
 	"strconv"
 	"strings"
@@ -18,7 +20,6 @@ import (
 const (
 	maxHeadBytes   = 16 << 10
 	maxJSONBytes   = 2 << 20
-	maxJSONDepth   = 16
 	maxConnections = 512
 	headTime       = 10 * time.Second // from a head's first byte to its end
 	idleTime       = 10 * time.Minute // between two requests
@@ -27,14 +28,14 @@ const (
 )
 
 var (
-	errHead       = errors.New("request head out of contract")
+	errHead       = invalid("the request head is out of contract")
 	errIncomplete = fail(400, "upload_incomplete", "the body ended before its announced length")
 )
 
 type conn struct {
-	*net.TCPConn
+	tcp   *net.TCPConn
+	limit *io.LimitedReader // counts a head's bytes
 	in    *bufio.Reader
-	agent *agent
 }
 
 // request is one parsed head; reading it gives its body.
@@ -44,43 +45,41 @@ type request struct {
 	query         map[string]string
 	authorization string
 	upgrade       string
+	problem       error // the first parameter that could not be read
 	expects       bool
 	keepAlive     bool
 	answered      bool
 	chunked       bool
-	remaining     int64 // bytes of the body, or of its current chunk, not yet read
 	begun         bool  // a chunk was read before
-	bodyEnd       bool
-	length        int64 // announced, or -1
+	bodyEnd       bool  // all of the body was read
+	remaining     int64 // bytes of the body, or of its current chunk, not yet read
 }
 
 func (a *agent) serveConn(tcp *net.TCPConn) {
-	c := &conn{TCPConn: tcp, in: bufio.NewReaderSize(tcp, 4096), agent: a}
-	if !a.rememberConn(c) {
-		tcp.Close()
-		return
-	}
-	defer a.forgetConn(c)
+	limit := &io.LimitedReader{R: tcp}
+	c := &conn{tcp: tcp, limit: limit, in: bufio.NewReaderSize(limit, 4096)}
 	defer tcp.Close()
 	defer func() {
 		if fault := recover(); fault != nil {
 			fmt.Fprintf(os.Stderr, "cpuos-agent: fault in a call: %v\n", fault)
 		}
 	}()
+	if !a.rememberConn(c) {
+		return
+	}
+	defer a.forgetConn(c)
 	for {
-		tcp.SetReadDeadline(time.Now().Add(idleTime))
+		limit.N = maxHeadBytes
+		tcp.SetReadDeadline(now().Add(idleTime))
 		if _, err := c.in.Peek(1); err != nil {
 			return
 		}
-		tcp.SetReadDeadline(time.Now().Add(headTime))
+		tcp.SetReadDeadline(now().Add(headTime))
 		r, err := c.readHead()
-		if err != nil {
-			r = &request{conn: c, bodyEnd: true}
-			r.reply(400, invalid("%s", err))
-			c.linger(r)
-			return
+		limit.N = 1 << 62
+		if err == nil {
+			err = a.serve(r)
 		}
-		err = a.serve(r)
 		if err != nil && !r.answered {
 			problem := asAPIError(err)
 			r.reply(problem.status, problem)
@@ -89,133 +88,77 @@ func (a *agent) serveConn(tcp *net.TCPConn) {
 			return
 		}
 		if !r.bodyEnd {
-			c.linger(r)
-			return
+			c.linger()
 		}
-		if !r.keepAlive {
+		if !r.bodyEnd || !r.keepAlive {
 			return
 		}
 	}
 }
 
 // linger lets the peer read the answer before the connection goes: closing on unread bytes would reset it.
-func (c *conn) linger(r *request) {
-	end := time.Now().Add(lingerTime)
-	c.CloseWrite()
-	block := blocks.take()
-	defer blocks.give(block, blockBytes)
-	for time.Now().Before(end) {
-		c.SetReadDeadline(time.Now().Add(5 * time.Second))
-		if _, err := c.in.Read(block[:]); err != nil {
+func (c *conn) linger() {
+	c.tcp.CloseWrite()
+	c.tcp.SetReadDeadline(now().Add(lingerTime))
+	b := blocks.take()
+	defer blocks.give(b, blockBytes)
+	for {
+		if _, err := c.in.Read(b[:]); err != nil {
 			return
 		}
 	}
 }
 
-// line reads one line of a head, paying from its budget.
-func (c *conn) line(budget *int) (string, error) {
-	var long []byte
-	for {
-		part, err := c.in.ReadSlice('\n')
-		*budget -= len(part)
-		if *budget < 0 {
-			return "", errHead
-		}
-		if err == bufio.ErrBufferFull {
-			long = append(long, part...)
-			continue
-		}
-		if err != nil {
-			return "", err
-		}
-		if long != nil {
-			part = append(long, part...)
-		}
-		text, ok := strings.CutSuffix(string(part), "\r\n")
-		if !ok {
-			return "", errHead
-		}
-		return text, nil
-	}
-}
-
+// readHead parses a head. The request it gives beside an error can only be answered, not read.
 func (c *conn) readHead() (*request, error) {
-	budget := maxHeadBytes
-	first, err := c.line(&budget)
-	if err != nil {
-		return nil, err
-	}
+	text := textproto.NewReader(c.in)
+	r := &request{conn: c, keepAlive: true}
+	first, e1 := text.ReadLine()
+	header, e2 := text.ReadMIMEHeader()
 	parts := strings.Split(first, " ")
-	if len(parts) != 3 || parts[2] != "HTTP/1.1" || !strings.HasPrefix(parts[1], "/") {
-		return nil, errHead
+	if e1 != nil || e2 != nil || len(parts) != 3 || parts[2] != "HTTP/1.1" || !strings.HasPrefix(parts[1], "/") {
+		return r, errHead
 	}
-	r := &request{conn: c, method: parts[0], keepAlive: true, length: -1}
+	for _, name := range []string{"Content-Length", "Transfer-Encoding", "Authorization", "Upgrade", "Connection"} {
+		if len(header[name]) > 1 {
+			return r, errHead
+		}
+	}
 	path, query, _ := strings.Cut(parts[1], "?")
-	r.path = path
+	r.method, r.path, r.authorization = parts[0], path, header.Get("Authorization")
+	var err error
 	if r.query, err = parseQuery(query); err != nil {
-		return nil, err
+		return r, err
 	}
-	upgrades := false
-	for {
-		text, err := c.line(&budget)
+	switch length, coding := header.Get("Content-Length"), header.Get("Transfer-Encoding"); {
+	case length != "" && coding == "":
+		n, err := strconv.ParseUint(length, 10, 62)
 		if err != nil {
-			return nil, err
+			return r, errHead
 		}
-		if text == "" {
-			break
-		}
-		name, value, ok := strings.Cut(text, ":")
-		if !ok || name == "" || strings.ContainsAny(name, " \t") || strings.ContainsAny(value, "\r\x00") {
-			return nil, errHead
-		}
-		value = strings.Trim(value, " \t")
-		switch strings.ToLower(name) {
-		case "authorization":
-			r.authorization = value
-		case "content-length":
-			n, err := strconv.ParseUint(value, 10, 62)
-			if err != nil || r.length >= 0 || r.chunked {
-				return nil, errHead
-			}
-			r.length = int64(n)
-		case "transfer-encoding":
-			if !strings.EqualFold(value, "chunked") || r.length >= 0 || r.chunked {
-				return nil, errHead
-			}
-			r.chunked = true
-		case "connection":
-			for token := range strings.SplitSeq(strings.ToLower(value), ",") {
-				switch strings.TrimSpace(token) {
-				case "close":
-					r.keepAlive = false
-				case "upgrade":
-					upgrades = true
-				}
-			}
-		case "upgrade":
-			r.upgrade = value
-		case "expect":
-			r.expects = strings.EqualFold(value, "100-continue")
-		}
+		r.remaining = int64(n)
+	case strings.EqualFold(coding, "chunked") && length == "":
+		r.chunked = true
+	case length != "" || coding != "":
+		return r, errHead
 	}
-	if !upgrades {
-		r.upgrade = ""
-	}
-	r.remaining = max(r.length, 0)
 	r.bodyEnd = !r.chunked && r.remaining == 0
+	r.expects = strings.EqualFold(header.Get("Expect"), "100-continue")
+	connection := strings.ToLower(header.Get("Connection"))
+	r.keepAlive = !strings.Contains(connection, "close")
+	if strings.Contains(connection, "upgrade") {
+		r.upgrade = header.Get("Upgrade")
+	}
 	return r, nil
 }
 
+// parseQuery decodes percent-encoded bytes; a plus is a plus.
 func parseQuery(text string) (map[string]string, error) {
 	query := map[string]string{}
 	for pair := range strings.SplitSeq(text, "&") {
-		if pair == "" {
-			continue
-		}
 		name, value, _ := strings.Cut(pair, "=")
-		name, e1 := unescape(name)
-		value, e2 := unescape(value)
-		if _, twice := query[name]; twice || e1 != nil || e2 != nil {
+		value, err := url.PathUnescape(value)
+		if _, twice := query[name]; twice || err != nil {
 			return nil, errHead
 		}
 		query[name] = value
@@ -223,79 +166,46 @@ func parseQuery(text string) (map[string]string, error) {
 	return query, nil
 }
 
-// unescape gives the bytes of percent-encoded text; a plus is a plus.
-func unescape(text string) (string, error) {
-	if !strings.Contains(text, "%") {
-		return text, nil
-	}
-	out := make([]byte, 0, len(text))
-	for i := 0; i < len(text); i++ {
-		if text[i] != '%' {
-			out = append(out, text[i])
-			continue
-		}
-		if i+2 >= len(text) {
-			return "", errHead
-		}
-		value, err := strconv.ParseUint(text[i+1:i+3], 16, 8)
-		if err != nil {
-			return "", errHead
-		}
-		out = append(out, byte(value))
-		i += 2
-	}
-	return string(out), nil
-}
-
-// flag reads a true/false parameter.
-func (r *request) flag(name string, standard bool) (bool, error) {
+// flag reads a true/false parameter; like number it leaves its problem in the request.
+func (r *request) flag(name string, standard bool) bool {
 	switch value, given := r.query[name]; {
-	case !given:
-		return standard, nil
-	case value == "true":
-		return true, nil
-	case value == "false":
-		return false, nil
+	case value == "true" || value == "false":
+		return value == "true"
+	case given:
+		r.problem = errors.Join(r.problem, invalid("%s is true or false", name))
 	}
-	return false, invalid("%s is true or false", name)
+	return standard
 }
 
 // number reads an unsigned parameter in the given base.
-func (r *request) number(name string, standard int64, base int) (int64, error) {
+func (r *request) number(name string, standard int64, base int) int64 {
 	value, given := r.query[name]
 	if !given {
-		return standard, nil
+		return standard
 	}
 	n, err := strconv.ParseUint(value, base, 62)
 	if err != nil {
-		return 0, invalid("%s is not a number: %s", name, value)
+		r.problem = errors.Join(r.problem, invalid("%s is not a number: %s", name, value))
 	}
-	return int64(n), nil
+	return int64(n)
 }
 
 // Read gives the body. Its early end is errIncomplete, never io.EOF.
 func (r *request) Read(p []byte) (int, error) {
+	r.tcp.SetReadDeadline(now().Add(stallTime))
 	if r.expects {
 		r.expects = false
-		r.Write([]byte("HTTP/1.1 100 Continue\r\n\r\n"))
+		r.tcp.Write([]byte("HTTP/1.1 100 Continue\r\n\r\n"))
 	}
-	if r.chunked && r.remaining == 0 && !r.bodyEnd {
-		if err := r.nextChunk(); err != nil {
-			return 0, errIncomplete
-		}
+	if r.chunked && r.remaining == 0 && !r.bodyEnd && r.nextChunk() != nil {
+		return 0, errIncomplete
 	}
 	if r.bodyEnd {
 		return 0, io.EOF
 	}
-	if int64(len(p)) > r.remaining {
-		p = p[:r.remaining]
-	}
-	r.SetReadDeadline(time.Now().Add(stallTime))
-	n, err := r.in.Read(p)
+	n, err := r.in.Read(p[:min(int64(len(p)), r.remaining)])
 	r.remaining -= int64(n)
-	if r.remaining == 0 && !r.chunked {
-		r.bodyEnd = true
-	}
+	r.bodyEnd = !r.chunked && r.remaining == 0
 	if err != nil && n == 0 {
 		return 0, errIncomplete
 	}
@@ -303,37 +213,24 @@ func (r *request) Read(p []byte) (int, error) {
 }
 
 func (r *request) nextChunk() error {
-	budget := maxHeadBytes
-	r.SetReadDeadline(time.Now().Add(stallTime))
-	if r.begun {
-		if text, err := r.line(&budget); err != nil || text != "" {
-			return errHead
+	if r.begun { // the line end after the last chunk's bytes
+		if _, err := r.in.ReadSlice('\n'); err != nil {
+			return err
 		}
 	}
 	r.begun = true
-	text, err := r.line(&budget)
+	line, err := r.in.ReadSlice('\n')
 	if err != nil {
 		return err
 	}
-	size, _, _ := strings.Cut(text, ";")
+	size, _, _ := strings.Cut(string(line), ";")
 	n, err := strconv.ParseUint(strings.TrimSpace(size), 16, 62)
-	if err != nil {
-		return err
-	}
 	r.remaining = int64(n)
-	if n > 0 {
-		return nil
+	for err == nil && n == 0 && !r.bodyEnd { // trailers mean nothing here
+		line, err = r.in.ReadSlice('\n')
+		r.bodyEnd = strings.TrimSpace(string(line)) == ""
 	}
-	for { // trailers mean nothing here
-		text, err := r.line(&budget)
-		if err != nil {
-			return err
-		}
-		if text == "" {
-			r.bodyEnd = true
-			return nil
-		}
-	}
+	return err
 }
 
 // readJSON decodes a bounded body.
@@ -345,58 +242,32 @@ func (r *request) readJSON(into any) error {
 	if len(body) > maxJSONBytes {
 		return invalid("the body is over %d bytes", maxJSONBytes)
 	}
-	depth, inText := 0, false
-	for i := 0; i < len(body); i++ {
-		switch b := body[i]; {
-		case inText && b == '\\':
-			i++
-		case b == '"':
-			inText = !inText
-		case !inText && (b == '{' || b == '['):
-			if depth++; depth > maxJSONDepth {
-				return invalid("the body is nested deeper than %d", maxJSONDepth)
-			}
-		case !inText && (b == '}' || b == ']'):
-			depth--
-		}
-	}
 	if err := json.Unmarshal(body, into); err != nil {
 		return invalid("the body is not the JSON of this call: %s", err)
 	}
 	return nil
 }
 
-var statusTexts = map[int]string{
-	101: "Switching Protocols", 200: "OK", 201: "Created", 204: "No Content", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden",
-	404: "Not Found", 405: "Method Not Allowed", 409: "Conflict", 422: "Unprocessable", 429: "Too Many", 500: "Internal Error", 507: "Insufficient Storage",
-}
-
-// head writes the first part of an answer; length -1 means chunked.
-func (r *request) head(status int, kind string, length int64, more string) error {
+// head makes the first part of an answer; length -1 means chunked.
+func (r *request) head(status int, kind string, length int64, more string) []byte {
 	r.answered = true
-	text := fmt.Sprintf("HTTP/1.1 %d %s\r\n", status, statusTexts[status])
-	if kind != "" {
-		text += "Content-Type: " + kind + "\r\n"
-	}
+	framing, closing, text := "Transfer-Encoding: chunked", "", "OK"
 	if length >= 0 {
-		text += "Content-Length: " + strconv.FormatInt(length, 10) + "\r\n"
-	} else {
-		text += "Transfer-Encoding: chunked\r\n"
+		framing = "Content-Length: " + strconv.FormatInt(length, 10)
 	}
 	if !r.keepAlive || !r.bodyEnd {
-		text += "Connection: close\r\n"
+		closing = "Connection: close\r\n"
 	}
-	return r.send([]byte(text + more + "\r\n"))
+	if status >= 400 {
+		text = "Error"
+	}
+	return fmt.Appendf(nil, "HTTP/1.1 %d %s\r\nContent-Type: %s\r\n%s\r\n%s%s\r\n", status, text, kind, framing, closing, more)
 }
 
 func (r *request) send(parts ...[]byte) error {
-	r.SetWriteDeadline(time.Now().Add(stallTime))
-	if len(parts) == 1 {
-		_, err := r.Write(parts[0])
-		return err
-	}
+	r.tcp.SetWriteDeadline(now().Add(stallTime))
 	buffers := net.Buffers(parts)
-	_, err := buffers.WriteTo(r.TCPConn)
+	_, err := buffers.WriteTo(r.tcp)
 	return err
 }
 
@@ -405,11 +276,5 @@ func (r *request) reply(status int, body any) error {
 	if err != nil {
 		return err
 	}
-	r.answered = true
-	closing := ""
-	if !r.keepAlive || !r.bodyEnd {
-		closing = "Connection: close\r\n"
-	}
-	head := fmt.Sprintf("HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%s\r\n", status, statusTexts[status], len(data), closing)
-	return r.send(append([]byte(head), data...))
+	return r.send(r.head(status, "application/json", int64(len(data)), ""), data)
 }

@@ -3,11 +3,14 @@ package main
 import (
 	"os"
 	"syscall"
+	"time"
 )
 
 const (
-	pipeBytes = 1 << 20
-	readBytes = 256 << 10 // at most in one read, so that sending overlaps with reading
+	pipeBytes  = 1 << 20
+	batchBytes = 64 << 10
+	batchTime  = 500 * time.Microsecond
+	readBytes  = 256 << 10 // at most in one read, so that sending overlaps with reading
 )
 
 // stream is one output of a command. Its ring holds what the host has not acknowledged; the command's lock guards it,
@@ -82,9 +85,20 @@ func (c *command) pump(s *stream) {
 	if err != nil {
 		return
 	}
+	burst := 0
 	for c.waitRoom(s) {
 		space := s.free()
+		asked := now()
 		n, err := readInto(raw, space)
+		// A program that writes little and often costs a wake-up each time, more than its bytes: let some gather.
+		switch {
+		case now().Sub(asked) > 4*batchTime:
+			burst = 0
+		case burst < 8:
+			burst++
+		case n > 0 && n < min(len(space), batchBytes):
+			time.Sleep(batchTime)
+		}
 		if n == 0 && os.IsTimeout(err) {
 			continue
 		}

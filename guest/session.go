@@ -18,7 +18,7 @@ type session struct {
 
 func (r *request) upgradeToFrames() error {
 	r.answered, r.keepAlive = true, false
-	r.SetReadDeadline(never)
+	r.tcp.SetReadDeadline(never)
 	return r.send([]byte("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + framesProtocol + "\r\n\r\n"))
 }
 
@@ -41,7 +41,7 @@ func (c *command) stream(r *request, offsets [2]uint64) error {
 	}
 	s := &session{r: r, c: c, sent: offsets, gone: make(chan struct{})}
 	if c.session != nil {
-		c.session.r.Close()
+		c.session.r.tcp.Close()
 	}
 	c.session = s
 	c.holders++
@@ -69,8 +69,8 @@ func (c *command) stream(r *request, offsets [2]uint64) error {
 	}
 	go s.listen()
 	err := s.run(accepted)
-	r.CloseWrite() // the host may still be sending acknowledgements: a close would reset the connection
-	r.SetReadDeadline(now().Add(keepaliveTime))
+	r.tcp.CloseWrite() // the host may still be sending acknowledgements: a close would reset the connection
+	r.tcp.SetReadDeadline(now().Add(keepaliveTime))
 	<-s.gone
 	return err
 }
@@ -148,7 +148,7 @@ func (s *session) listen() {
 			err = s.take(f)
 		}
 		if err != nil {
-			s.r.Close()
+			s.r.tcp.Close()
 			return
 		}
 	}

@@ -208,14 +208,15 @@ func startError(program string, err error) error {
 // findProgram looks the working folder and the program up as the user sees them.
 func (u *user) findProgram(name, cwd, path string) (program string, err error) {
 	err = u.run(func() error {
-		if st, e := fstatat(atFdcwd, cwd, 0); e != nil || st.Mode&syscall.S_IFMT != syscall.S_IFDIR {
-			if errors.Is(e, syscall.EACCES) {
-				return fileError("work in", cwd, e)
-			}
-			return fail(404, "cwd_not_found", "cannot work in %s: no such folder", cwd)
+		folder, e := os.Stat(cwd)
+		if e == nil {
+			e = syscall.Faccessat(atFdcwd, cwd, 1, atEaccess)
 		}
-		if e := syscall.Faccessat(atFdcwd, cwd, 1, atEaccess); e != nil {
+		if errors.Is(e, syscall.EACCES) {
 			return fileError("work in", cwd, e)
+		}
+		if e != nil || !folder.IsDir() {
+			return fail(404, "cwd_not_found", "cannot work in %s: no such folder", cwd)
 		}
 		candidates := []string{name}
 		if !strings.Contains(name, "/") {
@@ -229,16 +230,12 @@ func (u *user) findProgram(name, cwd, path string) (program string, err error) {
 			if !strings.HasPrefix(candidate, "/") {
 				candidate = cwd + "/" + candidate
 			}
-			st, e := fstatat(atFdcwd, candidate, 0)
-			if e != nil {
-				blocked = blocked || errors.Is(e, syscall.EACCES)
-				continue
-			}
-			if st.Mode&syscall.S_IFMT == syscall.S_IFREG && syscall.Faccessat(atFdcwd, candidate, 1, atEaccess) == nil {
+			file, e := os.Stat(candidate)
+			if e == nil && file.Mode().IsRegular() && syscall.Faccessat(atFdcwd, candidate, 1, atEaccess) == nil {
 				program = candidate
 				return nil
 			}
-			blocked = true
+			blocked = blocked || e == nil || errors.Is(e, syscall.EACCES)
 		}
 		if blocked {
 			return fail(403, "program_not_executable", "cannot start %s: user %s may not execute it", name, u.name)

@@ -6,102 +6,32 @@ import (
 	"unsafe"
 )
 
-// Calls that the standard library lacks, or makes for all threads where one is meant.
+// Calls that the standard library lacks.
 
 const (
-	atFdcwd           = -0x64
-	atEmptyPath       = 0x1000
-	atRemovedir       = 0x200
-	atSymlinkNofollow = 0x100
-	atEaccess         = 0x200
-	oPath             = 0x200000
-	fSetpipeSz        = 1031
-	prSetSubreaper    = 36
-	prSetDumpable     = 4
-	renameNoreplace   = 1
-	noChange          = ^uintptr(0)
+	atFdcwd         = -0x64
+	atEaccess       = 0x200
+	fSetpipeSize    = 1031
+	prSetDumpable   = 4
+	prSetSubreaper  = 36
+	renameNoreplace = 1
+	noChange        = ^uintptr(0)
 )
 
-func fstatat(dir int, name string, flags int) (syscall.Stat_t, error) {
-	var st syscall.Stat_t
-	p, err := syscall.BytePtrFromString(name)
-	if err != nil {
-		return st, err
+// renameNew fails with EEXIST where something has the new name.
+func renameNew(from, to string) error {
+	p, e1 := syscall.BytePtrFromString(from)
+	q, e2 := syscall.BytePtrFromString(to)
+	if e1 != nil || e2 != nil {
+		return syscall.EINVAL
 	}
-	_, _, e := syscall.Syscall6(sysFstatat, uintptr(dir), uintptr(unsafe.Pointer(p)), uintptr(unsafe.Pointer(&st)), uintptr(flags), 0, 0)
-	return st, errnoOrNil(e)
-}
-
-func lstat(path string) (syscall.Stat_t, error) { return fstatat(atFdcwd, path, atSymlinkNofollow) }
-
-func unlinkat(dir int, name string, flags int) error {
-	p, err := syscall.BytePtrFromString(name)
-	if err != nil {
-		return err
-	}
-	_, _, e := syscall.Syscall(syscall.SYS_UNLINKAT, uintptr(dir), uintptr(unsafe.Pointer(p)), uintptr(flags))
+	there := ^uintptr(-atFdcwd - 1)
+	_, _, e := syscall.Syscall6(sysRenameat2, there, uintptr(unsafe.Pointer(p)), there, uintptr(unsafe.Pointer(q)), renameNoreplace, 0)
 	return errnoOrNil(e)
-}
-
-func renameat2(fromDir int, from string, toDir int, to string, flags int) error {
-	p, err := syscall.BytePtrFromString(from)
-	if err != nil {
-		return err
-	}
-	q, err := syscall.BytePtrFromString(to)
-	if err != nil {
-		return err
-	}
-	_, _, e := syscall.Syscall6(sysRenameat2, uintptr(fromDir), uintptr(unsafe.Pointer(p)), uintptr(toDir), uintptr(unsafe.Pointer(q)), uintptr(flags), 0)
-	return errnoOrNil(e)
-}
-
-func symlinkat(target string, dir int, name string) error {
-	p, err := syscall.BytePtrFromString(target)
-	if err != nil {
-		return err
-	}
-	q, err := syscall.BytePtrFromString(name)
-	if err != nil {
-		return err
-	}
-	_, _, e := syscall.Syscall(syscall.SYS_SYMLINKAT, uintptr(unsafe.Pointer(p)), uintptr(dir), uintptr(unsafe.Pointer(q)))
-	return errnoOrNil(e)
-}
-
-func linkat(fromDir int, from string, toDir int, to string) error {
-	p, err := syscall.BytePtrFromString(from)
-	if err != nil {
-		return err
-	}
-	q, err := syscall.BytePtrFromString(to)
-	if err != nil {
-		return err
-	}
-	_, _, e := syscall.Syscall6(syscall.SYS_LINKAT, uintptr(fromDir), uintptr(unsafe.Pointer(p)), uintptr(toDir), uintptr(unsafe.Pointer(q)), 0, 0)
-	return errnoOrNil(e)
-}
-
-func readlinkat(dir int, name string) (string, error) {
-	p, err := syscall.BytePtrFromString(name)
-	if err != nil {
-		return "", err
-	}
-	buf := make([]byte, 4096)
-	n, _, e := syscall.Syscall6(syscall.SYS_READLINKAT, uintptr(dir), uintptr(unsafe.Pointer(p)), uintptr(unsafe.Pointer(&buf[0])), uintptr(len(buf)), 0, 0)
-	if e != 0 {
-		return "", e
-	}
-	return string(buf[:n]), nil
 }
 
 func ioctl(fd uintptr, request uintptr, argument unsafe.Pointer) error {
 	_, _, e := syscall.Syscall(syscall.SYS_IOCTL, fd, request, uintptr(argument))
-	return errnoOrNil(e)
-}
-
-func fcntl(fd uintptr, command, argument uintptr) error {
-	_, _, e := syscall.Syscall(syscall.SYS_FCNTL, fd, command, argument)
 	return errnoOrNil(e)
 }
 
@@ -127,7 +57,8 @@ func makePipe(agentReads bool) (agent *os.File, program int, err error) {
 	if !agentReads {
 		ours, theirs = p[1], p[0]
 	}
-	fcntl(uintptr(ours), fSetpipeSz, pipeBytes) // only speed: refused where the kernel's limit is lower
+	// Only for speed: refused where the kernel's limit is lower.
+	syscall.Syscall(syscall.SYS_FCNTL, uintptr(ours), fSetpipeSize, pipeBytes)
 	syscall.SetNonblock(ours, true)
 	return os.NewFile(uintptr(ours), "pipe"), theirs, nil
 }

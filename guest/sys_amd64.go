@@ -1,8 +1,3 @@
 package main
 
-import "syscall"
-
-const (
-	sysFstatat   = syscall.SYS_NEWFSTATAT
-	sysRenameat2 = 316
-)
+const sysRenameat2 = 316

@@ -1,8 +1,3 @@
 package main
 
-import "syscall"
-
-const (
-	sysFstatat   = syscall.SYS_FSTATAT
-	sysRenameat2 = 276
-)
+const sysRenameat2 = 276
