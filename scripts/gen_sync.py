@@ -93,7 +93,7 @@ def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> 
 
 
 def _format(text: str) -> str:
-    for arguments in (["check", "--fix", "--unsafe-fixes", "--select", "I,UP", "-q"], ["format", "-q"]):
+    for arguments in (["check", "--fix", "--unsafe-fixes", "--select", "I,UP,RUF022,SIM117", "-q"], ["format", "-q"]):
         command = [sys.executable, "-m", "ruff", *arguments, "--stdin-filename", str(CLIENT / "_sync" / "x.py"), "-"]
         text = subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     return text

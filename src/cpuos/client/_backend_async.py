@@ -27,6 +27,7 @@ __all__ = [
     "WebSocket",
     "call_blocking",
     "consume_blocking",
+    "is_stream",
     "iterate_blocking",
     "iterate_ready",
     "maybe_await",
@@ -110,14 +111,6 @@ class StreamAnswer:
 class WebSocket:
     """Binary messages both ways."""
 
-    class Refused(Exception):
-        """The other side answered the opening with an error."""
-
-        def __init__(self, status: int, body: bytes) -> None:
-            super().__init__(status)
-            self.status = status
-            self.body = body
-
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
 
@@ -125,12 +118,10 @@ class WebSocket:
     async def connect(cls, url: str, headers: Mapping[str, str]) -> WebSocket:
         # Imported here: only terminals need it.
         from websockets.asyncio.client import connect
-        from websockets.exceptions import InvalidStatus, WebSocketException
+        from websockets.exceptions import WebSocketException
 
         try:
             return cls(await connect(url, additional_headers=dict(headers), **websocket_options(url)))
-        except InvalidStatus as error:
-            raise cls.Refused(error.response.status_code, error.response.body or b"") from error
         except (OSError, WebSocketException) as error:
             raise TransportFailure(str(error) or type(error).__name__, sent=False) from error
 
@@ -191,6 +182,11 @@ async def maybe_await(value: Any) -> Any:
 async def call_blocking(function: Callable[..., T], *args: Any) -> T:
     """Run file work beside the event loop. A cancelled caller does not wait for it: a terminal may never answer."""
     return await anyio.to_thread.run_sync(function, *args, abandon_on_cancel=True)
+
+
+def is_stream(data: Any) -> bool:
+    """True for what is iterated over without a thread of its own."""
+    return hasattr(data, "__aiter__")
 
 
 async def iterate_ready(iterator: Iterator[bytes]) -> AsyncIterator[bytes]:

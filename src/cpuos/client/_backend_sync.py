@@ -25,6 +25,7 @@ __all__ = [
     "WebSocket",
     "call_blocking",
     "consume_blocking",
+    "is_stream",
     "iterate_blocking",
     "iterate_ready",
     "maybe_await",
@@ -110,27 +111,17 @@ class StreamAnswer:
 class WebSocket:
     """Binary messages both ways."""
 
-    class Refused(Exception):
-        """The other side answered the opening with an error."""
-
-        def __init__(self, status: int, body: bytes) -> None:
-            super().__init__(status)
-            self.status = status
-            self.body = body
-
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
 
     @classmethod
     def connect(cls, url: str, headers: Mapping[str, str]) -> WebSocket:
         # Imported here: only terminals need it.
-        from websockets.exceptions import InvalidStatus, WebSocketException
+        from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 
         try:
             return cls(connect(url, additional_headers=dict(headers), **websocket_options(url)))
-        except InvalidStatus as error:
-            raise cls.Refused(error.response.status_code, error.response.body or b"") from error
         except (OSError, WebSocketException) as error:
             raise TransportFailure(str(error) or type(error).__name__, sent=False) from error
 
@@ -182,6 +173,10 @@ def maybe_await(value: Any) -> Any:
 
 def call_blocking(function: Callable[..., T], *args: Any) -> T:
     return function(*args)
+
+
+def is_stream(data: Any) -> bool:
+    return False
 
 
 def iterate_ready(iterator: Iterator[bytes]) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from cpuos.errors import InvalidRequest, PlatformError
 
@@ -22,14 +23,18 @@ def parse_answer(model: type[Model], body: bytes) -> Model:
 
 
 def make_request(model: type[Model], values: dict[str, Any], *, doing: str) -> bytes:
-    """JSON of the request, or InvalidRequest that names field and value."""
+    """JSON of the values given, or InvalidRequest that names field and value."""
     try:
-        return model(**values).model_dump_json(exclude_defaults=True).encode()
+        return model(**values).model_dump_json(exclude_unset=True).encode()
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in problem["loc"])
         shown = f": {field}={problem.get('input')!r:.200}" if field else ""
         raise InvalidRequest(f"cannot {doing}{shown}", problem["msg"], details={"field": field}) from error
+    except PydanticSerializationError as error:
+        raise InvalidRequest(
+            f"cannot {doing}: a text in it is not valid Unicode", "bytes that are no text go by stdin or a file"
+        ) from error
 
 
 def _first_problem(error: ValidationError) -> str:

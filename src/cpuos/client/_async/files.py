@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from cpuos.client._async.connection import AsyncGateway, AsyncServer, Content
 from cpuos.client._async.transfer import download, upload
-from cpuos.client._backend_async import iterate_blocking, iterate_ready, sleep
+from cpuos.client._backend_async import is_stream, iterate_blocking, iterate_ready, sleep
 from cpuos.client._body import PIECE_BYTES, make_body
 from cpuos.client._http import PATIENT, Once, Retry, TransportFailure
 from cpuos.client._parse import parse_answer
@@ -130,7 +130,7 @@ class AsyncFiles:
 
     async def mkdir(
         self, path: Path, *, parents: bool = True, mode: int | None = None, user: str | None = None
-    ) -> FileInfo:
+    ) -> None:
         """Make a folder, with its parents. One that exists is no error unless `parents` is False."""
         query = {
             "path": os.fspath(path),
@@ -138,14 +138,12 @@ class AsyncFiles:
             "mode": None if mode is None else f"{mode:04o}",
             "user": user,
         }
-        answer = await self._gateway.call("POST", f"{self._root}/mkdir", query=query, repeatable=parents)
-        return parse_answer(FileInfo, answer.body)
+        await self._gateway.call("POST", f"{self._root}/mkdir", query=query, repeatable=parents)
 
-    async def move(self, path: Path, to: Path, *, overwrite: bool = False, user: str | None = None) -> FileInfo:
+    async def move(self, path: Path, to: Path, *, overwrite: bool = False, user: str | None = None) -> None:
         """Rename within the sandbox."""
         query = {"path": os.fspath(path), "to": os.fspath(to), "overwrite": overwrite or None, "user": user}
-        answer = await self._gateway.call("POST", f"{self._root}/move", query=query, repeatable=False)
-        return parse_answer(FileInfo, answer.body)
+        await self._gateway.call("POST", f"{self._root}/move", query=query, repeatable=False)
 
     async def remove(self, path: Path, *, recursive: bool = False, user: str | None = None) -> None:
         """Remove a file, link or empty folder; with `recursive` a folder and all in it."""
@@ -220,7 +218,7 @@ class AsyncFiles:
 
 def _content_of(data: Any) -> tuple[Content, dict[str, str]]:
     headers = {"content-type": "application/octet-stream"}
-    if hasattr(data, "__aiter__"):
+    if is_stream(data):
         return Once(data), headers
     body = make_body(data)
     if body.length is not None:

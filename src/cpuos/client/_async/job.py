@@ -18,7 +18,7 @@ from cpuos.client._sink import LineCallback, OutputSink
 from cpuos.client._stdin import stdin_pieces
 from cpuos.client._stream import CommandStream, Gap, Output
 from cpuos.client.result import Result, make_result, raise_platform_failure
-from cpuos.errors import Conflict, CpuosError, NotFound, OutputLost, SandboxGone
+from cpuos.errors import Conflict, CpuosError, LimitReached, NotFound, OutputLost, SandboxGone
 from cpuos.types.command import Command, CommandStatus
 from cpuos.types.units import parse_duration_s, parse_size_bytes
 
@@ -26,6 +26,10 @@ __all__ = ["AsyncJob", "feed_stdin", "follow", "kill_quietly"]
 
 # Shorter than the read time limit, so that a quiet answer is never taken for a cut.
 LONG_POLL_S = 25.0
+# The answer comes when the program has taken the piece; a program may think before it reads.
+STDIN_TIMEOUT_S = 3600.0
+# A burst of commands over the sandbox's limit waits for its turn; so do streams.
+_QUEUED_FOR = ("commands", "streams")
 _JSON = {"content-type": "application/json"}
 
 
@@ -177,7 +181,8 @@ async def feed_stdin(
     offset = 0
     try:
         while (piece := await call_blocking(next, pieces, None)) is not None:
-            await _post_stdin(gateway, command_id, piece, offset=offset)
+            if not await _post_stdin(gateway, command_id, piece, offset=offset):
+                return
             offset += len(piece)
         await _post_stdin(gateway, command_id, b"", offset=offset, end=True)
     except (Conflict, NotFound, SandboxGone):
@@ -213,6 +218,7 @@ async def _events(
     retry = Retry(PATIENT, repeatable=True)
     while stream.ended is None:
         before = stream.offsets
+        error: CpuosError | None = None
         try:
             answer = await _open_stream(gateway, stream, body=body, key=key, tail=tail)
             try:
@@ -230,12 +236,16 @@ async def _events(
             reason = "the connection ended before the command did"
         except TransportFailure as failure:
             reason = failure.reason
+        except LimitReached as full:
+            if stream.command_id is not None or full.details.get("limit") not in _QUEUED_FOR:
+                raise
+            error, reason = full, full.what
         if stream.ended is None:
             if stream.offsets != before:
                 retry.progress()
             delay = retry.after_failure(TransportFailure(reason, sent=True))
             if delay is None:
-                raise stream.cut_error(reason)
+                raise error or stream.cut_error(reason)
             stream.reconnected()
             await sleep(delay)
 
@@ -262,4 +272,7 @@ async def _kill(gateway: AsyncGateway, command_id: str, signal: str) -> None:
 
 async def _post_stdin(gateway: AsyncGateway, command_id: str, piece: bytes, *, offset: int, end: bool = False) -> None:
     path = f"{gateway.root}/commands/{quote(command_id, safe='')}/stdin"
-    await gateway.call("POST", path, query={"offset": offset, "end": end or None}, content=piece)
+    answer = await gateway.call(
+        "POST", path, query={"offset": offset, "end": end or None}, content=piece, read_timeout_s=STDIN_TIMEOUT_S
+    )
+    return json.loads(answer.body or b"{}").get("open") is not False

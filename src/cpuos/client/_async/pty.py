@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 
 from cpuos.client._async.connection import AsyncGateway
+from cpuos.client._async.job import kill_quietly
 from cpuos.client._backend_async import Lock, WebSocket, shielded
-from cpuos.client._http import TransportFailure, answer_error, encode_query, unreachable
+from cpuos.client._http import TransportFailure, encode_query, unreachable
 from cpuos.client._sink import OutputSink
 from cpuos.client._start import encode_start
 from cpuos.client._stream import CommandStream, Output
@@ -28,8 +29,11 @@ PIECE_BYTES = 1 << 16
 class AsyncPty:
     """Iterate over the screen's bytes; `send` keys meanwhile. At the end of the block the command is killed."""
 
-    def __init__(self, socket: WebSocket) -> None:
+    def __init__(self, gateway: AsyncGateway, socket: WebSocket) -> None:
+        self._gateway = gateway
         self._socket = socket
+        # What came while the opening was awaited.
+        self._arrived: list[Output] = []
         self._stream = CommandStream()
         self._sink = OutputSink(on_stdout=None, on_stderr=None, max_output="1MiB")
         # Guards the order of what is sent, and with it the offset.
@@ -38,9 +42,9 @@ class AsyncPty:
         self._closed = False
 
     @property
-    def id(self) -> str | None:
-        """Id of the command; None before the first output."""
-        return self._stream.command_id
+    def id(self) -> str:
+        """Id of the command."""
+        return self._stream.command_id or ""
 
     async def send(self, data: bytes | str) -> None:
         """Type these bytes."""
@@ -60,15 +64,28 @@ class AsyncPty:
         await self._send_json(FrameKind.KILL, {"signal": signal})
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while self._stream.ended is None:
-            try:
-                message = await self._socket.receive()
-            except TransportFailure as failure:
-                raise self._stream.cut_error(failure.reason) from failure
-            for event in self._stream.feed(message):
-                self._sink.take(event)
-                if isinstance(event, Output):
-                    yield event.data
+        while True:
+            arrived, self._arrived = self._arrived, []
+            for event in arrived:
+                yield event.data
+            if self._stream.ended is not None:
+                return
+            await self._receive()
+
+    async def begin(self) -> None:
+        """Wait until the command runs; raises what the other side refused."""
+        while self._stream.command_id is None:
+            await self._receive()
+
+    async def _receive(self) -> None:
+        try:
+            message = await self._socket.receive()
+        except TransportFailure as failure:
+            raise self._stream.cut_error(failure.reason) from failure
+        for event in self._stream.feed(message):
+            self._sink.take(event)
+            if isinstance(event, Output):
+                self._arrived.append(event)
 
     async def wait(self) -> Result:
         """The result once the command ended; output not yet iterated over is passed by."""
@@ -86,10 +103,7 @@ class AsyncPty:
         self._closed = True
         try:
             if self._stream.ended is None:
-                await self.kill()
-        except TransportFailure:
-            # Cut already: its end is on record all the same.
-            return
+                await kill_quietly(self._gateway, self._stream)
         finally:
             await self._socket.close()
 
@@ -125,11 +139,14 @@ async def open_pty(
         base_url, headers = await gateway.websocket_target()
         url = "ws" + base_url.removeprefix("http") + f"{gateway.root}/pty" + encode_query({"start": start})
         try:
-            return AsyncPty(await WebSocket.connect(url, headers))
+            session = AsyncPty(gateway, await WebSocket.connect(url, headers))
         except TransportFailure as failure:
             raise unreachable("gateway_unavailable", url=base_url, reason=failure.reason, sent=False) from failure
-        except WebSocket.Refused as refused:
-            error: CpuosError = answer_error(refused.status, refused.body)
-            if attempt or not gateway.renews(error, headers):
-                raise error from None
+        try:
+            await session.begin()
+            return session
+        except BaseException as error:
+            await shielded(session.close, timeout_s=5.0)
+            if attempt or not isinstance(error, CpuosError) or not gateway.renews(error, headers):
+                raise
     raise AssertionError("the second attempt returns or raises")

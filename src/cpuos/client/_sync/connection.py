@@ -23,7 +23,7 @@ from cpuos.client._parse import parse_answer
 from cpuos.errors import CpuosError
 from cpuos.types.sandbox import Access
 
-__all__ = ["Connection", "Gateway", "Server", "Content", "make_ticket"]
+__all__ = ["Connection", "Content", "Gateway", "Server", "make_ticket"]
 
 # A function makes the body anew for each attempt.
 Content = bytes | Once | Callable[[], Iterable[bytes]] | None

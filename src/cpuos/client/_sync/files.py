@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, Literal
 
-from cpuos.client._backend_sync import iterate_blocking, iterate_ready, sleep
+from cpuos.client._backend_sync import is_stream, iterate_blocking, iterate_ready, sleep
 from cpuos.client._body import PIECE_BYTES, make_body
 from cpuos.client._http import PATIENT, Once, Retry, TransportFailure
 from cpuos.client._parse import parse_answer
@@ -126,7 +126,7 @@ class Files:
             raise
         return True
 
-    def mkdir(self, path: Path, *, parents: bool = True, mode: int | None = None, user: str | None = None) -> FileInfo:
+    def mkdir(self, path: Path, *, parents: bool = True, mode: int | None = None, user: str | None = None) -> None:
         """Make a folder, with its parents. One that exists is no error unless `parents` is False."""
         query = {
             "path": os.fspath(path),
@@ -134,14 +134,12 @@ class Files:
             "mode": None if mode is None else f"{mode:04o}",
             "user": user,
         }
-        answer = self._gateway.call("POST", f"{self._root}/mkdir", query=query, repeatable=parents)
-        return parse_answer(FileInfo, answer.body)
+        self._gateway.call("POST", f"{self._root}/mkdir", query=query, repeatable=parents)
 
-    def move(self, path: Path, to: Path, *, overwrite: bool = False, user: str | None = None) -> FileInfo:
+    def move(self, path: Path, to: Path, *, overwrite: bool = False, user: str | None = None) -> None:
         """Rename within the sandbox."""
         query = {"path": os.fspath(path), "to": os.fspath(to), "overwrite": overwrite or None, "user": user}
-        answer = self._gateway.call("POST", f"{self._root}/move", query=query, repeatable=False)
-        return parse_answer(FileInfo, answer.body)
+        self._gateway.call("POST", f"{self._root}/move", query=query, repeatable=False)
 
     def remove(self, path: Path, *, recursive: bool = False, user: str | None = None) -> None:
         """Remove a file, link or empty folder; with `recursive` a folder and all in it."""
@@ -215,7 +213,7 @@ class Files:
 
 def _content_of(data: Any) -> tuple[Content, dict[str, str]]:
     headers = {"content-type": "application/octet-stream"}
-    if hasattr(data, "__iter__"):
+    if is_stream(data):
         return Once(data), headers
     body = make_body(data)
     if body.length is not None:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 from cpuos.client._backend_sync import Lock, WebSocket, shielded
-from cpuos.client._http import TransportFailure, answer_error, encode_query, unreachable
+from cpuos.client._http import TransportFailure, encode_query, unreachable
 from cpuos.client._sink import OutputSink
 from cpuos.client._start import encode_start
 from cpuos.client._stream import CommandStream, Output
 from cpuos.client._sync.connection import Gateway
+from cpuos.client._sync.job import kill_quietly
 from cpuos.client.result import Result, raise_platform_failure
 from cpuos.errors import CpuosError
 from cpuos.types.frames import FrameKind, encode_frame
@@ -29,8 +30,11 @@ PIECE_BYTES = 1 << 16
 class Pty:
     """Iterate over the screen's bytes; `send` keys meanwhile. At the end of the block the command is killed."""
 
-    def __init__(self, socket: WebSocket) -> None:
+    def __init__(self, gateway: Gateway, socket: WebSocket) -> None:
+        self._gateway = gateway
         self._socket = socket
+        # What came while the opening was awaited.
+        self._arrived: list[Output] = []
         self._stream = CommandStream()
         self._sink = OutputSink(on_stdout=None, on_stderr=None, max_output="1MiB")
         # Guards the order of what is sent, and with it the offset.
@@ -39,9 +43,9 @@ class Pty:
         self._closed = False
 
     @property
-    def id(self) -> str | None:
-        """Id of the command; None before the first output."""
-        return self._stream.command_id
+    def id(self) -> str:
+        """Id of the command."""
+        return self._stream.command_id or ""
 
     def send(self, data: bytes | str) -> None:
         """Type these bytes."""
@@ -61,15 +65,28 @@ class Pty:
         self._send_json(FrameKind.KILL, {"signal": signal})
 
     def __iter__(self) -> Iterator[bytes]:
-        while self._stream.ended is None:
-            try:
-                message = self._socket.receive()
-            except TransportFailure as failure:
-                raise self._stream.cut_error(failure.reason) from failure
-            for event in self._stream.feed(message):
-                self._sink.take(event)
-                if isinstance(event, Output):
-                    yield event.data
+        while True:
+            arrived, self._arrived = self._arrived, []
+            for event in arrived:
+                yield event.data
+            if self._stream.ended is not None:
+                return
+            self._receive()
+
+    def begin(self) -> None:
+        """Wait until the command runs; raises what the other side refused."""
+        while self._stream.command_id is None:
+            self._receive()
+
+    def _receive(self) -> None:
+        try:
+            message = self._socket.receive()
+        except TransportFailure as failure:
+            raise self._stream.cut_error(failure.reason) from failure
+        for event in self._stream.feed(message):
+            self._sink.take(event)
+            if isinstance(event, Output):
+                self._arrived.append(event)
 
     def wait(self) -> Result:
         """The result once the command ended; output not yet iterated over is passed by."""
@@ -87,10 +104,7 @@ class Pty:
         self._closed = True
         try:
             if self._stream.ended is None:
-                self.kill()
-        except TransportFailure:
-            # Cut already: its end is on record all the same.
-            return
+                kill_quietly(self._gateway, self._stream)
         finally:
             self._socket.close()
 
@@ -126,11 +140,14 @@ def open_pty(
         base_url, headers = gateway.websocket_target()
         url = "ws" + base_url.removeprefix("http") + f"{gateway.root}/pty" + encode_query({"start": start})
         try:
-            return Pty(WebSocket.connect(url, headers))
+            session = Pty(gateway, WebSocket.connect(url, headers))
         except TransportFailure as failure:
             raise unreachable("gateway_unavailable", url=base_url, reason=failure.reason, sent=False) from failure
-        except WebSocket.Refused as refused:
-            error: CpuosError = answer_error(refused.status, refused.body)
-            if attempt or not gateway.renews(error, headers):
-                raise error from None
+        try:
+            session.begin()
+            return session
+        except BaseException as error:
+            shielded(session.close, timeout_s=5.0)
+            if attempt or not isinstance(error, CpuosError) or not gateway.renews(error, headers):
+                raise
     raise AssertionError("the second attempt returns or raises")

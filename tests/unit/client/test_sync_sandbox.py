@@ -1,0 +1,86 @@
+# Generated from tests/unit/client/test_async_sandbox.py by scripts/gen_sync.py; edit that.
+"""Creation, records and the end of a sandbox, against a scripted server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cpuos import Client, Sandbox
+from cpuos.errors import InvalidRequest, NotFound, Unavailable
+from unit.client.fake_api import SANDBOX_ID, FakeApi, Fault, Program
+
+CREATE = "/v1/sandboxes"
+
+
+def test_create_sends_what_was_given_and_no_more(api: FakeApi) -> None:
+    sbx = Sandbox.create(
+        "base", timeout="15m", disk="8GiB", memory=512, cpu=1, labels={"team": "data"}, idempotency_key="order-1"
+    )
+    request = api.calls("POST", CREATE)[0]
+    assert json.loads(request.body) == {
+        "template": "base",
+        "timeout_s": 900.0,
+        "disk_mib": 8192,
+        "memory_mib": 512,
+        "cpu": 1,
+        "labels": {"team": "data"},
+    }
+    assert request.headers["idempotency-key"] == "order-1"
+    assert (sbx.id, sbx.name, sbx.state, sbx.isolation) == (SANDBOX_ID, "box", "running", "gvisor")
+    sbx.close()
+
+
+def test_the_block_kills_at_its_end_whatever_happens(api: FakeApi) -> None:
+    with pytest.raises(ZeroDivisionError), Sandbox.create():
+        raise ZeroDivisionError
+    assert api.killed == [SANDBOX_ID]
+
+
+def test_a_failed_clean_up_does_not_hide_the_error_of_the_block(api: FakeApi, delays: list[float]) -> None:
+    api.faults = [Fault("DELETE", ".*", close=True) for _ in range(50)]
+    with pytest.raises(ZeroDivisionError), Sandbox.create():
+        raise ZeroDivisionError
+    with pytest.raises(Unavailable), Sandbox.create():
+        pass
+
+
+def test_a_create_whose_answer_was_lost_is_repeated_with_its_key(api: FakeApi, delays: list[float]) -> None:
+    api.faults = [Fault("POST", CREATE, close=True), Fault("POST", CREATE, error="idempotency_in_progress")]
+    sbx = Sandbox.create()
+    keys = [seen.headers["idempotency-key"] for seen in api.calls("POST", CREATE)]
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+    sbx.close()
+
+
+def test_connect_list_refresh_update(api: FakeApi) -> None:
+    client = Client()
+    sbx = Sandbox.connect("box", client=client)
+    assert sbx.id == SANDBOX_ID
+    api.program = lambda start: Program([("stdout", b"hi\n")])
+    assert (sbx.exec("echo hi")).stdout == "hi\n", "the ticket is fetched at the first call"
+    assert [info.id for info in Sandbox.list(labels={"a": "b:c", "d": ""}, state="running")] == [SANDBOX_ID]
+    assert api.calls("GET", CREATE)[0].raw_query == "state=running&label=a%3Ab%3Ac&label=d%3A"
+    sbx.set_timeout("1h")
+    assert json.loads(api.calls("PATCH", ".*")[0].body) == {"timeout_s": 3600.0}
+    assert (sbx.refresh()).cpu == 2
+    assert (client.health())["status"] == "ok"
+    with pytest.raises(NotFound):
+        Sandbox.connect("nowhere", client=client)
+    client.close()
+
+
+def test_wrong_values_are_told_before_any_call(api: FakeApi) -> None:
+    for values in (
+        {"name": "Not A Host Name"},
+        {"memory": "a lot"},
+        {"timeout": "soon"},
+        {"cpu": 0},
+        {"labels": {"": "x"}},
+        {"min_isolation": "steel"},
+    ):
+        with pytest.raises(InvalidRequest):
+            Sandbox.create(**values)
+    assert api.seen == []
