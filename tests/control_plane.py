@@ -254,7 +254,7 @@ class Server:
                 await step()
             except CpuosError:
                 pass
-            await self.plane.tasks.idle()
+            await self.plane.tasks.shared_ended()
 
 
 def error_of(answer: httpx2.Response) -> dict[str, Any]:

@@ -55,12 +55,11 @@ class JournalIngest:
             if page.source != self._source:
                 await self._switch(page.source)
                 continue
-            if page.entries:
-                await self._store(page)
-                taken += len(page.entries)
-            self._next = page.next
-            if len(page.entries) < PAGE:
+            if not page.entries:
                 return taken
+            await self._store(page)
+            taken += len(page.entries)
+            self._next = page.next
 
     async def _switch(self, source: str) -> None:
         """Another gateway instance than before: go on where its journal was left."""

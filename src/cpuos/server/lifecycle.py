@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import string
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -53,11 +53,13 @@ class Creation:
     async def unless_abandoned(self, work: Any, *, what: str) -> Any:
         """The result of `work`, or sandbox_lost as soon as the create is abandoned."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        try:
+            await asyncio.wait({task, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            if task.cancel():
+                await asyncio.gather(task, return_exceptions=True)
         raise SandboxGone(f"cannot {what}", self._abandoned.result(), hint="cpuos create")
 
 
@@ -104,10 +106,7 @@ class Lifecycle:
         """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record."""
         sandbox_id = _new_sandbox_id()
         placement = await self._reserve(sandbox_id, _demand(request))
-        creation = self._creations[sandbox_id] = Creation()
-        async with AsyncExitStack() as undo:
-            undo.callback(self._end_creation, sandbox_id)
-            undo.callback(self._scheduler.release, sandbox_id)
+        async with self._at_work(sandbox_id) as (creation, undo):
             row = await self._insert(
                 sandbox_id, request, placement=placement, workspace=workspace, actor=actor, intent=intent
             )
@@ -117,23 +116,15 @@ class Lifecycle:
             undo.push_async_callback(self._remove_from_node, row)
             facts = await self._scheduler.client(row.node).create(_node_request(row))
             undo.push_async_callback(self._forget_quietly, row.id)
-            row = await self._attach_and_start(row, facts, creation=creation)
-            undo.pop_all()
-        self._end_creation(sandbox_id)
-        return row
+            return await self._attach_and_start(row, facts, creation=creation)
 
     async def finish_create(self, row: Row[Any], facts: SandboxFacts) -> None:
         """Bring a create to its end that an earlier server process began and whose sandbox runs on the node."""
-        creation = self._creations[row.id] = Creation()
-        async with AsyncExitStack() as undo:
-            undo.callback(self._end_creation, row.id)
-            undo.callback(self._scheduler.release, row.id)
+        async with self._at_work(row.id) as (creation, undo):
             undo.push_async_exit(self._fail_unless_kept(row))
             undo.push_async_callback(self._remove_from_node, row)
             undo.push_async_callback(self._forget_quietly, row.id)
             await self._attach_and_start(row, facts, creation=creation)
-            undo.pop_all()
-        self._end_creation(row.id)
 
     async def fail_create(self, row: Row[Any], *, reason: str) -> None:
         """End a create that no process works on any more."""
@@ -227,6 +218,26 @@ class Lifecycle:
             row = await self._reload(row)
 
     # --- the steps ---
+
+    @asynccontextmanager
+    async def _at_work(self, sandbox_id: str) -> AsyncIterator[tuple[Creation, AsyncExitStack]]:
+        """A create in this process: what was registered is undone when the block raises.
+
+        But not when it is cancelled: then this process ends, and the next one finishes or fails the create.
+        """
+        creation = self._creations[sandbox_id] = Creation()
+        try:
+            async with AsyncExitStack() as undo:
+                undo.callback(self._scheduler.release, sandbox_id)
+                try:
+                    yield creation, undo
+                except asyncio.CancelledError:
+                    undo.pop_all()
+                    raise
+                undo.pop_all()
+        finally:
+            del self._creations[sandbox_id]
+            creation.ended.set()
 
     async def _reserve(self, sandbox_id: str, demand: Demand) -> Placement:
         if not self._scheduler.nodes():
@@ -337,7 +348,7 @@ class Lifecycle:
         async def fail(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
             if isinstance(error, CpuosError):
                 await self._record_failure(row, error)
-            elif error is not None and not isinstance(error, asyncio.CancelledError):
+            elif error is not None:
                 fault = PlatformError("cannot create sandbox: a fault of cpuOS", "the server's log has the details")
                 await self._record_failure(row, fault)
 
@@ -372,11 +383,6 @@ class Lifecycle:
             await self._gateway.forget(sandbox_id)
         except CpuosError as error:
             _log.warning("gateway not cleaned", sandbox=sandbox_id, error=str(error))
-
-    def _end_creation(self, sandbox_id: str) -> None:
-        creation = self._creations.pop(sandbox_id, None)
-        if creation is not None:
-            creation.ended.set()
 
     async def _set_gateway_stage(self, row: Row[Any], stage: str) -> None:
         async with self._database.write() as connection:

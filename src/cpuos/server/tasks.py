@@ -38,10 +38,10 @@ class Tasks:
     def has(self, key: str) -> bool:
         return key in self._shared
 
-    async def idle(self) -> None:
-        """Until nothing runs any more."""
-        while self._running:
-            await asyncio.wait(self._running)
+    async def shared_ended(self) -> None:
+        """Until no shared work runs."""
+        while self._shared:
+            await asyncio.wait(self._shared.values())
 
     async def close(self, *, grace_s: float) -> None:
         """Wait for what runs; then cancel the rest."""
