@@ -28,7 +28,9 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
     user = calling_user() if uid is None else uid
     api_url = read_endpoint(settings.server_endpoint)
     down(settings, uid=user)
-    if purge and (users := _daemons_of(settings)):
+    # Artifacts are shared: they go with the instance whose state lies among them.
+    owns_data = settings.state_dir.is_relative_to(settings.data_dir)
+    if purge and owns_data and (users := _daemons_of(settings)):
         raise Conflict(
             f"cannot remove {settings.data_dir}: other instances run from it",
             f"processes: {', '.join(users)}",
@@ -37,7 +39,7 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
     removed = [*_remove_mounts(settings), *_remove_groups(settings)]
     folders = [settings.run_dir]
     if purge:
-        folders += [settings.state_dir, settings.data_dir]
+        folders += [settings.state_dir, *([settings.data_dir] if owns_data else [])]
         removed += _remove_credentials(settings, uid=user, api_url=api_url)
     for folder in folders:
         if folder.exists():
