@@ -22,7 +22,7 @@ from cpuos.errors import InvalidRequest
 
 __all__ = [
     "DEFAULT_DATA_DIR",
-    "DEFAULT_STATE_DIR",
+    "DEFAULT_RUN_DIR",
     "RUNSC_VERSION",
     "Settings",
     "load_settings",
@@ -34,7 +34,8 @@ RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
 """The gVisor module version this release is written and tested against."""
 
 DEFAULT_DATA_DIR = Path("/var/lib/cpuos")
-DEFAULT_STATE_DIR = DEFAULT_DATA_DIR / "state"
+DEFAULT_RUN_DIR = Path("/run/cpuos")
+"""The instance that runs here is the machine's own: its key lies in its user's home, its command on the PATH."""
 
 
 class Settings(BaseSettings):
@@ -46,7 +47,7 @@ class Settings(BaseSettings):
     """Artifacts shared by instances: runsc, agent, templates, caches, the installed package."""
     state_dir: Path = Path()
     """What must survive a restart; `<data>/state` unless set."""
-    run_dir: Path = Path("/run/cpuos")
+    run_dir: Path = DEFAULT_RUN_DIR
     """Sockets, pid files and the runtime's state; gone after a reboot."""
 
     api_host: str = "127.0.0.1"

@@ -15,6 +15,7 @@ from pathlib import Path
 from cpuos.errors import SetupRequired, Unavailable
 from cpuos.services.credentials import calling_user, credentials_path, hand_over_key, read_credentials
 from cpuos.services.directories import make_directories
+from cpuos.services.groups import kill_sandbox_processes
 from cpuos.services.health import ask, part_answers
 from cpuos.services.parts import PARTS
 from cpuos.services.processes import find_process, kill_process
@@ -102,6 +103,8 @@ def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid:
             end_sandboxes(settings, uid=calling_user() if uid is None else uid)
         if record is not None:
             _stop(record)
+        if not keep_sandboxes:
+            kill_sandbox_processes(settings)  # none is left, unless the node was dead
         for path in (record_path(settings), settings.endpoints, settings.server_endpoint, settings.gateway_endpoint):
             path.unlink(missing_ok=True)
         for path in (settings.node_socket, settings.dial_socket, settings.gateway_socket):

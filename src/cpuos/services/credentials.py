@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpuos.errors import SetupRequired
 from cpuos.services.health import ask
-from cpuos.settings import DEFAULT_STATE_DIR, Settings
+from cpuos.settings import DEFAULT_RUN_DIR, Settings
 
 __all__ = ["calling_user", "credentials_path", "hand_over_key", "read_credentials", "write_credentials"]
 
@@ -23,7 +23,7 @@ def calling_user() -> int:
 
 def credentials_path(settings: Settings, *, uid: int) -> Path:
     """`~/.config/cpuos/credentials.json` for this machine's instance, a file in the run directory for any other."""
-    if settings.state_dir != DEFAULT_STATE_DIR:
+    if settings.run_dir != DEFAULT_RUN_DIR:
         return settings.run_dir / "credentials.json"
     return Path(pwd.getpwuid(uid).pw_dir) / ".config" / "cpuos" / "credentials.json"
 
@@ -38,7 +38,7 @@ def hand_over_key(settings: Settings, *, python: Path, api_url: str, uid: int) -
     elif not key or stored.get("api_url") != api_url or ask(api_url, "/v1/sandboxes", key=key)[0] != 200:
         key = _make_key(settings, python=python, name=pwd.getpwuid(uid).pw_name)
     if stored != (wanted := {"api_url": api_url, "api_key": key}):
-        owner = uid if settings.state_dir == DEFAULT_STATE_DIR else 0
+        owner = uid if settings.run_dir == DEFAULT_RUN_DIR else 0
         write_credentials(path, wanted, uid=owner)
     settings.first_key_file.unlink(missing_ok=True)
     return path

@@ -12,7 +12,8 @@ from pathlib import Path
 from cpuos.errors import Conflict, SetupRequired
 from cpuos.services.control import down
 from cpuos.services.credentials import calling_user, credentials_path, read_credentials
-from cpuos.settings import DEFAULT_STATE_DIR, Settings, load_settings, read_endpoint
+from cpuos.services.groups import remove_groups
+from cpuos.settings import DEFAULT_RUN_DIR, Settings, load_settings, read_endpoint
 from cpuos.setup.host import Host
 from cpuos.setup.source import LINK, command_lines
 from cpuos.setup.users import remove_users
@@ -36,22 +37,23 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
             f"processes: {', '.join(users)}",
             hint=f"ps -fp {users[0]}",
         )
-    removed = [*_remove_mounts(settings), *_remove_groups(settings)]
+    removed = [*_remove_mounts(settings), *remove_groups(settings)]
     folders = [settings.run_dir]
     if purge:
         folders += [settings.state_dir, *([settings.data_dir] if owns_data else [])]
         removed += _remove_credentials(settings, uid=user, api_url=api_url)
+    if settings.run_dir == DEFAULT_RUN_DIR and LINK.is_symlink():
+        LINK.unlink()
+        removed.append(str(LINK))
+    if purge and settings.run_dir == DEFAULT_RUN_DIR:
+        with open(os.devnull, "w") as log:
+            remove_users(Host(settings, log=log))
+        removed.append("the users cpuos-server and cpuos-gateway")
+    # Last, for this very program may lie below.
     for folder in folders:
         if folder.exists():
             _remove_tree(folder)
             removed.append(str(folder))
-    if settings.state_dir == DEFAULT_STATE_DIR and LINK.is_symlink():
-        LINK.unlink()
-        removed.append(str(LINK))
-    if purge and settings.state_dir == DEFAULT_STATE_DIR:
-        with open(os.devnull, "w") as log:
-            remove_users(Host(settings, log=log))
-        removed.append("the users cpuos-server and cpuos-gateway")
     return removed
 
 
@@ -70,20 +72,6 @@ def _remove_mounts(settings: Settings) -> list[str]:
                 device = f"/dev/{backing.parts[3]}"
                 subprocess.run(["losetup", "--detach", device], capture_output=True)
                 removed.append(f"loop device {device}")
-    return removed
-
-
-def _remove_groups(settings: Settings, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
-    removed = []
-    names = (f"cpuos-{settings.instance_id}", f"cpuos-{settings.instance_id}-parts")
-    hierarchies = [root, *(path for path in root.iterdir() if path.is_dir())]
-    for top in (hierarchy / name for hierarchy in hierarchies for name in names):
-        if not top.is_dir():
-            continue
-        for folder, _, _ in os.walk(top, topdown=False):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
-        removed.append(f"control group {top}")
     return removed
 
 

@@ -58,7 +58,7 @@ def set_up(
     log_path = logs / f"setup-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     with contextlib.ExitStack() as stack:
         stack.enter_context(setup_lock(settings, progress=progress, wait_s=lock_wait_s, sleep=sleep))
-        log = stack.enter_context(log_path.open("w"))
+        log = stack.enter_context(log_path.open("w", buffering=1))
         host = Host(settings, log=log, sleep=sleep, show=progress.line, environment=environment)
         pending = [step for step in steps if not step.is_done(host)]
         if not pending:

@@ -1,4 +1,4 @@
-"""The table that the example analyses: daily weather in Seattle, 2012 to 2015, out of the PyPI package vega-datasets."""
+"""What the example analyses: daily weather in Seattle, 2012 to 2015, out of the PyPI package vega-datasets."""
 
 from __future__ import annotations
 

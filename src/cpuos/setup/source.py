@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cpuos
 from cpuos.errors import SetupRequired
-from cpuos.settings import DEFAULT_DATA_DIR, Settings
+from cpuos.settings import DEFAULT_RUN_DIR, Settings
 from cpuos.setup.host import Host
 from cpuos.setup.uv import uv_path
 
@@ -62,7 +62,7 @@ def install_environment(host: Host) -> None:
     if not (target / "complete").is_file():
         _install_package(host, tree)
     _link(settings.venv_dir / "current", target)
-    if settings.data_dir == DEFAULT_DATA_DIR:
+    if settings.run_dir == DEFAULT_RUN_DIR:
         _link(LINK, settings.venv_dir / "current" / "bin" / "cpuos")
     _remove_old_environments(settings)
 
