@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -255,6 +256,15 @@ class Server:
             except CpuosError:
                 pass
             await self.plane.tasks.shared_ended()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], *, within_s: float = 20) -> None:
+    """Wait for what another task brings about."""
+    async with asyncio.timeout(within_s):
+        for pause in itertools.chain([0.001, 0.002, 0.005], itertools.repeat(0.01)):
+            if await condition():
+                return
+            await asyncio.sleep(pause)
 
 
 def error_of(answer: httpx2.Response) -> dict[str, Any]:

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from control_plane import Installation, Server
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Its console traceback with all locals takes seconds a fault."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from control_plane import Installation, Server, error_of
 from cpuos.errors import AgentFailure
 
