@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"fmt"
 	"os"
 	"strconv"
 	"syscall"
@@ -12,8 +13,8 @@ const killTime = 2 * time.Second
 
 // process is one line of the walk: enough to tell whose tree it belongs to.
 type process struct {
-	pid, parent, session int
-	state                byte
+	pid, parent, group, session int
+	state                       byte
 }
 
 // signalTree signals the processes of a command: descendants of its program, all in its session, and all whose environment
@@ -25,44 +26,48 @@ func (a *agent) signalTree(c *command, number syscall.Signal) int {
 		}
 		return 0
 	}
+	if leader := c.leader(); leader > 0 && a.ownerOf(leader) == c {
+		// Before the first walk, which a crowd of processes makes slow. No fork slips through a group's signal.
+		syscall.Kill(-leader, syscall.SIGKILL)
+	}
 	end := now().Add(killTime)
 	known := map[int]bool{} // processes seen as members: their children are too, also those that lose a parent in between
 	for round := 0; ; round++ {
 		members := a.tree(c, known)
-		alive := 0
-		for _, p := range members {
-			if p.state != 'Z' {
-				alive++
-			}
-		}
+		alive := signalAll(members, 0)
 		if len(members) == 0 || (alive == 0 && round > 20) || now().After(end) {
 			return alive
 		}
-		if round >= 2 && alive > 0 {
-			// Something forks faster than it dies. Stopped processes keep their places below the process limit, so
-			// that nothing can take them: stop all first, then kill.
-			for range 50 {
-				fresh := 0
-				for _, p := range members {
-					if p.state != 'T' && p.state != 'Z' && syscall.Kill(p.pid, syscall.SIGSTOP) == nil {
-						fresh++
-					}
-				}
-				if fresh == 0 || now().After(end) {
-					break
-				}
-				members = a.tree(c, known)
-			}
+		// Something may fork faster than it dies. Stopped processes keep their places below the process limit, so that
+		// nothing else can take them: first stop all, then kill.
+		for stops := 0; round > 1 && stops < 50 && signalAll(members, syscall.SIGSTOP) > 0 && now().Before(end); stops++ {
+			members = a.tree(c, known)
 		}
-		for _, p := range members {
-			if p.state != 'Z' {
-				syscall.Kill(p.pid, syscall.SIGKILL)
-			}
-		}
+		signalAll(members, syscall.SIGKILL)
 		if round > 0 {
 			time.Sleep(min(time.Duration(round)*500*time.Microsecond, 20*time.Millisecond))
 		}
 	}
+}
+
+// signalAll signals each process and its group, which holds processes of the same tree alone. It counts those that were
+// alive, for SIGSTOP those that still ran.
+func signalAll(members []process, number syscall.Signal) (alive int) {
+	groups := map[int]bool{1: true, 0: true}
+	for _, p := range members {
+		if p.state == 'Z' || (number == syscall.SIGSTOP && p.state == 'T') {
+			continue
+		}
+		alive++
+		if number != 0 && !groups[p.group] {
+			groups[p.group] = true
+			syscall.Kill(-p.group, number)
+		}
+		if number != 0 {
+			syscall.Kill(p.pid, number)
+		}
+	}
+	return alive
 }
 
 // tree lists the command's processes, and adds them to known.
@@ -131,13 +136,10 @@ func listProcesses() []process {
 		}
 		data := readSmall("/proc/"+name+"/stat", buffer)
 		// The name of the program stands in brackets and may hold anything.
-		fields := bytes.Fields(data[bytes.LastIndexByte(data, ')')+1:])
-		if len(fields) < 4 {
-			continue
+		p := process{pid: pid}
+		if n, _ := fmt.Sscanf(string(data[bytes.LastIndexByte(data, ')')+1:]), " %c %d %d %d", &p.state, &p.parent, &p.group, &p.session); n == 4 {
+			all = append(all, p)
 		}
-		parent, _ := strconv.Atoi(string(fields[1]))
-		session, _ := strconv.Atoi(string(fields[3]))
-		all = append(all, process{pid: pid, parent: parent, session: session, state: fields[0][0]})
 	}
 	return all
 }

@@ -55,4 +55,5 @@ def test_a_cut_stream_is_seen_as_pending_bytes() -> None:
 def test_the_largest_payload_passes() -> None:
     raw = encode_frame(FrameKind.STDOUT, bytes(MAX_PAYLOAD))
     (frame,) = FrameDecoder().feed(raw)
-    assert len(frame.payload) == MAX_PAYLOAD and len(raw) == HEADER_BYTES + MAX_PAYLOAD
+    assert len(frame.payload) == MAX_PAYLOAD
+    assert len(raw) == HEADER_BYTES + MAX_PAYLOAD
