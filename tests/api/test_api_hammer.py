@@ -1,0 +1,137 @@
+"""Random verbs, deaths, outages and restarts at random points: states stay legal, nothing is left that no one owns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from control_plane import Installation, Server
+from cpuos.server.states import TRANSITIONS
+
+EDGES = {(before.value, after.value) for before, verbs in TRANSITIONS.items() for after in verbs.values()}
+SMALL = {"memory_mib": 128, "disk_mib": 64, "cpu": 1}
+
+
+class Hammer:
+    def __init__(self, installation: Installation, seed: int) -> None:
+        self.installation = installation
+        self.random = random.Random(seed)
+        self.keys: list[str] = []
+        self.answers: dict[str, set[str]] = {}
+
+    async def step(self, server: Server) -> None:
+        node, gateway, chance = self.installation.node, self.installation.gateway, self.random
+        known = [one["id"] for one in (await server.http.get("/v1/sandboxes?state=all")).json()["sandboxes"]]
+        match chance.choice(
+            ["create"] * 6 + ["kill"] * 4 + ["die"] * 2 + ["update", "expire", "node", "gateway", "gates"]
+        ):
+            case "create":
+                await self.create(server)
+            case "kill" if known:
+                await server.kill(chance.choice(known))
+            case "die" if node.sandboxes:
+                await node.die(chance.choice(list(node.sandboxes)))
+            case "update" if known:
+                body = {"timeout_s": chance.choice([1, 60, 900])}
+                await server.http.patch(f"/v1/sandboxes/{chance.choice(known)}", json=body)
+            case "expire":
+                self.installation.clock.advance(chance.choice([1, 30, 600]))
+            case "node":
+                node.reachable = not node.reachable
+            case "gateway":
+                gateway.reachable = not gateway.reachable
+            case "gates":
+                for gate in (node.create_gate, node.answer_gate, gateway.attach_gate):
+                    gate.clear() if chance.random() < 0.5 else gate.set()
+
+    async def create(self, server: Server) -> None:
+        if not self.keys or self.random.random() < 0.7:
+            self.keys.append(f"key-{len(self.keys)}")
+        key = self.random.choice(self.keys)
+        name = self.random.choice([None, "a", "b"]) if key == self.keys[-1] else None
+        body = {**SMALL, "labels": {"key": key}} | ({"name": name} if name else {})
+        answer = await server.create(key=key, **body)
+        if answer.status_code == 201:
+            self.answers.setdefault(key, set()).add(answer.json()["sandbox"]["id"])
+
+    async def run(self, server: Server) -> None:
+        """Some calls at once; the server is gone while some of them are under way."""
+        calls = []
+        for _ in range(self.random.randint(20, 40)):
+            calls.append(asyncio.create_task(self.step(server)))
+            await asyncio.sleep(self.random.choice([0, 0, 0.002, 0.01]))
+            if self.random.random() < 0.2 and calls:
+                self.random.choice(calls).cancel()  # a client that goes away
+        await asyncio.wait(calls, timeout=0.3)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def mend(self) -> None:
+        node, gateway = self.installation.node, self.installation.gateway
+        node.reachable = gateway.reachable = True
+        for gate in (node.create_gate, node.answer_gate, gateway.attach_gate):
+            gate.set()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_hammer(installation: Installation, tmp_path: Path, seed: int) -> None:
+    installation.node.capacity |= {"max_sandboxes": 12}
+    hammer = Hammer(installation, seed)
+    async with installation.serve():
+        watch_states(tmp_path / "cpuos.db")
+    for _ in range(4):
+        async with installation.serve(reconcile=True, stop_grace_s=0, idempotency_wait_s=1) as server:
+            await hammer.run(server)
+    hammer.mend()
+    async with installation.serve() as server:
+        for _ in range(4):
+            await server.settle()
+            installation.clock.advance(31)
+        await check_nothing_is_left(server)
+    check_states(tmp_path / "cpuos.db")
+    assert all(len(ids) == 1 for ids in hammer.answers.values()), "one key, one sandbox"
+
+
+async def check_nothing_is_left(server: Server) -> None:
+    records = (await server.http.get("/v1/sandboxes?state=all")).json()["sandboxes"]
+    running = {one["id"] for one in records if one["state"] == "running"}
+    assert {one["state"] for one in records} <= {"running", "stopped", "failed", "lost"}
+    assert all(one["reason"] and one["ended_at"] for one in records if one["state"] != "running")
+    node, gateway = server.installation.node, server.installation.gateway
+    assert set(node.sandboxes) == running
+    assert all(facts.alive for facts in node.sandboxes.values())
+    assert set(gateway.attached) == running
+    assert (await server.http.get("/v1/capacity")).json()["sandboxes"]["reserved"] == len(running)
+    database = server.installation.folder / "cpuos.db"
+    with closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("SELECT count(*) FROM open_intents").fetchone() == (0,)
+        assert connection.execute("SELECT count(*) FROM idempotency WHERE status IS NULL").fetchone() == (0,)
+        uneven = "SELECT count(*) FROM audit GROUP BY coalesce(intent_id, id) HAVING count(*) > 2"
+        assert connection.execute(uneven).fetchall() == []
+        unanswered = (
+            "SELECT count(*) FROM audit a WHERE phase = 'intent' AND source IS NULL"
+            " AND NOT EXISTS (SELECT 1 FROM audit o WHERE o.intent_id = a.id)"
+        )
+        assert connection.execute(unanswered).fetchone() == (0,)
+
+
+def watch_states(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.executescript(
+            "CREATE TABLE seen (id, before, after);"
+            "CREATE TRIGGER watch AFTER UPDATE OF state ON sandboxes BEGIN"
+            " INSERT INTO seen VALUES (new.id, old.state, new.state); END"
+        )
+
+
+def check_states(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        seen = set(connection.execute("SELECT before, after FROM seen").fetchall())
+    assert seen <= EDGES, seen - EDGES
+    assert len(seen) >= 3, f"the hammer hit too little: {seen}"
