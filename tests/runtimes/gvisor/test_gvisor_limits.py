@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from cpuos.runtimes.gvisor.bundle import AGENT_TASKS
+
 pytestmark = pytest.mark.gvisor
 
 MIB = 1 << 20
@@ -48,7 +50,7 @@ async def test_fork_bomb_is_bounded(machine):
         bomb = asyncio.create_task(guest.try_run("bomb() { bomb | bomb & }; bomb; sleep 4", timeout_s=30))
         await asyncio.sleep(3)
         stats = await machine.runtime.stats(guest.id)
-        assert stats.processes <= 64
+        assert stats.processes <= 64 + AGENT_TASKS
         started = time.monotonic()
         assert await neighbour.run("echo fine") == "fine"
         assert time.monotonic() - started < 3
@@ -88,3 +90,13 @@ async def test_full_disks_under_stress_do_not_stop_the_sandbox(machine):
             "echo ok > /root/a && echo ok > /workspace/a && cat /root/a"
         )
         assert (code, output) == (0, "ok")
+
+
+async def test_sandbox_that_hides_its_hog_behind_a_huge_dump_is_ended(machine):
+    async with machine.guest(memory_mib=512, max_processes=400) as guest, machine.guest(2) as neighbour:
+        ended = asyncio.create_task(machine.runtime.wait(guest.id))
+        fat = "export BIG=$(head -c 125000 /dev/zero | tr '\\0' x); for i in $(seq 260); do sleep 100 & done"
+        await guest.try_run(f"{fat}; {HOG}", timeout_s=60)
+        async with asyncio.timeout(10):
+            assert "memory" in await ended
+        assert await neighbour.run("echo fine") == "fine"

@@ -13,6 +13,7 @@ import pytest
 from cpuos.errors import NotFound, PlatformError
 from cpuos.runtimes.base import Process
 from cpuos.runtimes.gvisor import GvisorRuntime
+from cpuos.runtimes.gvisor.bundle import AGENT_TASKS, runsc_flags, write_bundle
 
 pytestmark = pytest.mark.gvisor
 
@@ -30,7 +31,7 @@ async def test_guest_sees_its_own_limits_and_nothing_else(machine):
             "df -m --output=size / | tail -1; stat -c %u:%g /workspace; cat /proc/1/cmdline | tr '\\0' ' '"
         )
         hostname, cpus, memory_kib, processes, root_mib, owner, first = [line.strip() for line in facts.splitlines()]
-        assert (hostname, cpus, memory_kib, processes) == ("box-1", "1", str(512 * 1024), "77")
+        assert (hostname, cpus, memory_kib, processes) == ("box-1", "1", str(512 * 1024), str(77 + AGENT_TASKS))
         assert (root_mib, owner) == ("256", "1000:1000")
         assert first.startswith("sleep infinity") or guest.id in first
         stats = await machine.runtime.stats(guest.id)
@@ -171,3 +172,43 @@ async def test_root_in_the_guest_works_as_people_expect(machine):
         )
         assert code == 0, output
         assert "tester" in output
+
+
+@pytest.mark.parametrize("delay_ms", [5, 25, 50, 80, 120])
+async def test_start_that_is_cut_short_leaves_nothing(machine, delay_ms):
+    spec = await machine.prepare(1)
+    start = asyncio.create_task(machine.runtime.start(spec))
+    await asyncio.sleep(delay_ms / 1000)
+    start.cancel()
+    await asyncio.wait([start])
+    assert await machine.runtime.leftovers() == [] or not start.cancelled()
+    await machine.take_away(spec.id)
+
+
+@pytest.mark.parametrize("delay_ms", [10, 60, 120])
+async def test_node_killed_in_mid_start_finds_what_is_left(machine, delay_ms):
+    """runsc goes on when its node dies; the next node removes by id what the first one began."""
+    spec = await machine.prepare(1)
+    bundle = write_bundle(spec, cgroups_path=machine.runtime._groups.oci_path(spec.id))
+    flags = runsc_flags(
+        root=machine.runtime._runsc.root,
+        overlay=spec.disk / "overlay",
+        log=spec.workdir / "runsc.log",
+        panic_log=spec.workdir / "panic.log",
+    )
+    runsc = await asyncio.create_subprocess_exec(
+        str(machine.runtime._runsc.program),
+        *flags,
+        *("run", "-detach", "-bundle", str(bundle), spec.id),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    await asyncio.sleep(delay_ms / 1000)
+    second = GvisorRuntime(machine.host)
+    await second.destroy(spec.id)
+    await runsc.wait()
+    if await second.leftovers():
+        await second.destroy(spec.id)
+    await second.close()
+    await machine.take_away(spec.id)

@@ -10,7 +10,7 @@ from typing import Any
 
 from cpuos.runtimes.base import SandboxSpec
 
-__all__ = ["runsc_flags", "write_bundle"]
+__all__ = ["AGENT_TASKS", "runsc_flags", "write_bundle"]
 
 # What root in the guest may do. No SYS_ADMIN (mounts, and forks over the process limit) and no SYS_RESOURCE (lifts
 # RLIMIT_NPROC); with these sudo, apt, chroot and debuggers work.
@@ -35,6 +35,8 @@ _CAPABILITIES = [
 ]
 _CPU_PERIOD_US = 100_000
 _AGENT_FOLDER = "/.cpuos"
+AGENT_TASKS = 48
+"""Room for PID 1's own threads on top of the sandbox's process limit, which counts threads too."""
 _OPEN_FILES = 1 << 20
 
 
@@ -89,6 +91,7 @@ def oci_spec(spec: SandboxSpec, *, bundle: Path, cgroups_path: str) -> dict[str,
 
 
 def _process(spec: SandboxSpec) -> dict[str, Any]:
+    tasks = spec.max_processes + AGENT_TASKS
     key = base64.b64encode(spec.node_public_key).decode()
     return {
         "user": {"uid": 0, "gid": 0},
@@ -98,7 +101,7 @@ def _process(spec: SandboxSpec) -> dict[str, Any]:
         "capabilities": {kind: _CAPABILITIES for kind in ("bounding", "effective", "permitted")},
         "rlimits": [
             # The sandbox's own pids.max is the limit; this one stays when a hostile root lifts that.
-            {"type": "RLIMIT_NPROC", "soft": spec.max_processes, "hard": spec.max_processes},
+            {"type": "RLIMIT_NPROC", "soft": tasks, "hard": tasks},
             {"type": "RLIMIT_NOFILE", "soft": _OPEN_FILES, "hard": _OPEN_FILES},
         ],
         "noNewPrivileges": False,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import structlog
 from cpuos.errors import CpuosError, NotFound, PlatformError
 from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import Capability, Probe, Process, RuntimeStats, SandboxSpec
-from cpuos.runtimes.gvisor.bundle import runsc_flags, write_bundle
+from cpuos.runtimes.gvisor.bundle import AGENT_TASKS, runsc_flags, write_bundle
 from cpuos.runtimes.gvisor.probe import probe_gvisor
 from cpuos.runtimes.gvisor.program import Runsc
 from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
@@ -131,6 +132,7 @@ class GvisorRuntime:
         await self._worker.close()
         for sandbox_id in list(self._running):
             self._forget(sandbox_id)
+        self._groups.remove_parent()
 
     def _control(self, sandbox_id: str) -> ControlSocket:
         return ControlSocket(self._runsc.root / f"runsc-{sandbox_id}.sock", sandbox_id=sandbox_id)
@@ -144,13 +146,16 @@ class GvisorRuntime:
             log=logs,
             panic_log=spec.workdir / "panic.log",
         )
+        started = time.perf_counter()
         self._groups.prepare()
         bundle = write_bundle(spec, cgroups_path=self._groups.oci_path(spec.id))
         worker = asyncio.create_task(self._worker.start())
+        prepared = time.perf_counter()
         status = await self._runsc.run_detached(
             spec.id, flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S
         )
         await worker
+        run = time.perf_counter()
         if status != 0:
             raise PlatformError(
                 f"cannot start sandbox {spec.id}",
@@ -164,15 +169,19 @@ class GvisorRuntime:
         self._watch(spec, pidfd)
         # The agent runs by now but takes no command before the node's identity statement: the limit is in time.
         await self._limit_processes(spec)
+        ended = time.perf_counter()
+        parts = {"prepare": prepared - started, "runsc": run - prepared, "limits": ended - run}
+        log.info("gvisor started", sandbox=spec.id, ms={name: round(1e3 * part, 1) for name, part in parts.items()})
         return process
 
     async def _limit_processes(self, spec: SandboxSpec) -> None:
+        tasks = spec.max_processes + AGENT_TASKS
         try:
-            await self._control(spec.id).set_process_limit(spec.max_processes)
+            await self._control(spec.id).set_process_limit(tasks)
         except UrpcFailure as problem:
             log.warning("control socket failed, asking runsc", sandbox=spec.id, why=problem.why)
             where = ("pids", f"/{spec.id}", "pids.max")
-            outcome = await self._runsc.call("write-control", spec.id, *where, str(spec.max_processes), timeout_s=5)
+            outcome = await self._runsc.call("write-control", spec.id, *where, str(tasks), timeout_s=5)
             if outcome.returncode != 0:
                 raise
 

@@ -25,6 +25,8 @@ from cpuos.runtimes.limits import ControlGroups, MemoryGauge
 __all__ = ["MemoryWatchdog", "OomKill", "VictimWorker"]
 
 _THRESHOLD = 0.8
+# Without an answer the whole sandbox goes after so many tries, or at once when so much of its limit is used.
+_TRIES, _LAST_RESORT = 3, 0.95
 _POLL_S = 0.02
 _SLOW_POLL_S = 0.2
 # No guest was seen to fill memory faster; what is left below the threshold lasts at least this long.
@@ -125,9 +127,7 @@ class MemoryWatchdog:
 
     def watch(self, sandbox_id: str, *, limit_bytes: int, control: ControlSocket) -> None:
         gauge = self._groups.gauge(sandbox_id)
-        task = asyncio.create_task(
-            self._watch(sandbox_id, gauge, threshold=int(limit_bytes * _THRESHOLD), control=control)
-        )
+        task = asyncio.create_task(self._watch(sandbox_id, gauge, limit_bytes=limit_bytes, control=control))
         self._tasks[sandbox_id] = task
 
     async def unwatch(self, sandbox_id: str) -> None:
@@ -141,15 +141,24 @@ class MemoryWatchdog:
         for sandbox_id in list(self._tasks):
             await self.unwatch(sandbox_id)
 
-    async def _watch(self, sandbox_id: str, gauge: MemoryGauge, *, threshold: int, control: ControlSocket) -> None:
+    async def _watch(self, sandbox_id: str, gauge: MemoryGauge, *, limit_bytes: int, control: ControlSocket) -> None:
+        threshold = int(limit_bytes * _THRESHOLD)
+        unanswered = 0
         try:
             while True:
                 used = gauge.read(above=threshold)
-                if used > threshold:
-                    await self._relieve(sandbox_id, gauge, threshold=threshold, control=control)
-                    await asyncio.sleep(_POLL_S)
-                else:
+                if used <= threshold:
+                    unanswered = 0
                     await asyncio.sleep(min(_SLOW_POLL_S, max(_POLL_S, (threshold - used) / _FILL_BYTES_PER_S)))
+                    continue
+                if await self._relieve(sandbox_id, gauge, threshold=threshold, control=control):
+                    unanswered = 0
+                else:
+                    unanswered += 1
+                if unanswered >= _TRIES or (unanswered and gauge.read() > limit_bytes * _LAST_RESORT):
+                    await self._kill_all(sandbox_id)
+                    return
+                await asyncio.sleep(_POLL_S)
         except OSError:
             pass  # the group went with its sandbox
         except Exception:
@@ -157,25 +166,27 @@ class MemoryWatchdog:
         finally:
             gauge.close()
 
-    async def _relieve(self, sandbox_id: str, gauge: MemoryGauge, *, threshold: int, control: ControlSocket) -> None:
+    async def _relieve(self, sandbox_id: str, gauge: MemoryGauge, *, threshold: int, control: ControlSocket) -> bool:
+        """Kill the biggest process and wait for its memory; False when the sandbox gave no valid answer."""
         try:
             victim = await self._worker.choose(control.connect())
-            if victim is not None and victim != NOBODY_TO_KILL:
-                await control.kill(victim)
+            if victim is None:
+                return False
+            if victim == NOBODY_TO_KILL:
+                return True  # the memory is not a process's; the host's limit is what is left
+            await control.kill(victim)
         except UrpcFailure as problem:
             log.warning("no answer under memory pressure", sandbox=sandbox_id, why=problem.why)
-            victim = None
-        if gauge.read(above=threshold) <= threshold and victim is None:
-            return  # it went by itself
-        if victim is None:
-            log.warning("sandbox killed: it is out of memory and does not answer", sandbox=sandbox_id)
-            self._on_kill(OomKill(sandbox_id=sandbox_id, pid=0, at=time.time()))
-            await asyncio.to_thread(self._groups.kill, sandbox_id)
-            return
-        if victim == NOBODY_TO_KILL:
-            return  # the memory is not a process's; the host's limit is what is left
+            return False
         log.warning("guest process killed: out of memory", sandbox=sandbox_id, pid=victim)
         self._on_kill(OomKill(sandbox_id=sandbox_id, pid=victim, at=time.time()))
         deadline = time.monotonic() + _RELIEF_S
         while gauge.read(above=threshold) > threshold and time.monotonic() < deadline:  # noqa: ASYNC110 (a file)
             await asyncio.sleep(_POLL_S)
+        return True
+
+    async def _kill_all(self, sandbox_id: str) -> None:
+        """Better than the host's kernel, which would choose among the sentry's processes and may leave a torso."""
+        log.warning("sandbox killed: it is out of memory and does not answer", sandbox=sandbox_id)
+        self._on_kill(OomKill(sandbox_id=sandbox_id, pid=0, at=time.time()))
+        await asyncio.to_thread(self._groups.kill, sandbox_id)
