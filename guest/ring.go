@@ -41,17 +41,21 @@ func (s *stream) unsent(from uint64) []byte {
 	return s.ring[at:min(at+s.written-from, blockBytes, at+readBytes)]
 }
 
-// acknowledge frees the bytes before an offset. An emptied ring starts over at its first pages, but only when the copy
-// has begun: until then the ring's start is where the first bytes still lie.
+// acknowledge frees the bytes before an offset.
 func (s *stream) acknowledge(offset uint64) {
 	if offset <= s.acked {
 		return
 	}
 	s.acked = min(offset, s.written)
+	poke(s.space)
+}
+
+// startOver lets an emptied ring begin at its first pages again. Only the pump may do it, between two reads: one that
+// waits in a read already has its place. Not before the copy has begun: until then the first bytes still lie there.
+func (s *stream) startOver() {
 	if s.acked == s.written && s.written > copyThreshold {
 		s.base = s.written
 	}
-	poke(s.space)
 }
 
 // poke wakes whoever waits on a channel of one slot.
@@ -132,6 +136,7 @@ func (c *command) waitRoom(s *stream) bool {
 		c.mu.Lock()
 		s.full = false
 	}
+	s.startOver()
 	return !c.discarding
 }
 
