@@ -62,7 +62,7 @@ def test_a_part_dies_under_load(instance, client: Client, part: str) -> None:
 def test_a_sandbox_dies_under_load(instance, client: Client) -> None:
     with Sandbox.create(client=client, memory="1GiB", disk="512MiB") as sandbox:
         job = sandbox.spawn("for i in $(seq 20); do echo $i; sleep 0.05; done; sleep 100")
-        while len(bytes(job.output(offset=0))) < 51:
+        while len(job.output(offset=0)) < 51:
             time.sleep(0.1)
         killed = time.monotonic()
         instance.kill_sandbox(sandbox.id)
