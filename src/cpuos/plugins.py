@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ class RuntimeHost:
     """The runtime's own folder (0700), kept over a reboot. Exists."""
     run_dir: Path
     """The runtime's own folder (0700), gone after a reboot. Exists."""
+    on_oom: Callable[[str, tuple[int, ...]], None] = lambda sandbox_id, pids: None
+    """Called just before a guest process is killed for memory: the sandbox, then the numbers inside it of the process
+    and of its ancestors. Must not block."""
 
 
 def runtime_entry_points() -> dict[str, EntryPoint]:
@@ -52,12 +55,7 @@ def load_runtimes(host: RuntimeHost, *, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _own_folders(host: RuntimeHost, *, name: str) -> RuntimeHost:
-    own = RuntimeHost(
-        instance_id=host.instance_id,
-        data_dir=host.data_dir,
-        state_dir=host.state_dir / name,
-        run_dir=host.run_dir / name,
-    )
+    own = replace(host, state_dir=host.state_dir / name, run_dir=host.run_dir / name)
     for folder in (own.state_dir, own.run_dir):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return own

@@ -29,6 +29,7 @@ from cpuos.node.facts import NodeFactsReader
 from cpuos.node.identity import load_identity
 from cpuos.node.journal import Journal
 from cpuos.node.logs import configure_logs
+from cpuos.node.memory_news import MemoryNews
 from cpuos.node.network import NetworkSlots
 from cpuos.node.peers import checked_protocol
 from cpuos.node.resources import Disks, Slots
@@ -96,6 +97,7 @@ def host_parts(settings: Settings) -> NodeParts:
         data_dir=settings.data_dir,
         state_dir=settings.node_state_dir / "runtimes",
         run_dir=settings.run_dir / "runtimes",
+        on_oom=MemoryNews(settings.gateway_socket).tell,
     )
     return NodeParts(
         runtimes=load_runtimes(runtime_host, names=[settings.runtime]),

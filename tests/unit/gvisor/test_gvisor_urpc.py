@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
-from cpuos.runtimes.gvisor.victim import NOBODY_TO_KILL, choose_victim
+from cpuos.runtimes.gvisor.victim import choose_victim
 from cpuos.runtimes.gvisor.watchdog import VictimWorker
 
 ID = "a" * 20
@@ -104,16 +104,24 @@ def process(pid, size, **more):
 
 
 def test_biggest_process_is_chosen_and_never_pid_one():
-    dump = [process(1, 999999), process(7, 10), process(9, 500), process(11, 20)]
-    assert choose_victim(answer(dump)) == 9
-    assert choose_victim(answer([process(1, 999999)])) == NOBODY_TO_KILL
-    assert choose_victim(answer([])) == NOBODY_TO_KILL
+    dump = [process(1, 999999), process(7, 10, ppid=1), process(9, 500, ppid=7), process(11, 20, ppid=9)]
+    assert choose_victim(answer(dump)) == [9, 7]
+    assert choose_victim(answer([process(1, 999999)])) == []
+    assert choose_victim(answer([])) == []
+
+
+def test_line_of_ancestors_ends():
+    assert choose_victim(answer([process(8, 5, ppid=9), process(9, 1, ppid=8)])) == [8, 9]
+    long = [process(pid, pid, ppid=pid - 1) for pid in range(2, 500)]
+    assert len(choose_victim(answer(long))) <= 65
 
 
 def test_odd_processes_are_passed_over():
     odd = [None, 5, {}, {"status": None}, process("9", 5), process(True, 9), process(-3, 9), process(2**40, 9)]
     odd += [process(3, "big"), process(4, -1), {"status": {"pid": 6}}]
-    assert choose_victim(answer([*odd, process(8, 1)])) == 8
+    assert choose_victim(answer([*odd, process(8, 1, ppid="x")])) == [8]
+    with pytest.raises(TypeError):  # the worker's question fails, and counts as no answer
+        choose_victim(answer([process(8, 1, ppid=[])]))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +132,7 @@ def test_what_is_no_dump_is_refused(dump):
         choose_victim(dump)
 
 
-async def ask(worker: VictimWorker, reply: bytes, *, repeat: int = 1) -> int | None:
+async def ask(worker: VictimWorker, reply: bytes, *, repeat: int = 1) -> tuple[int, ...] | None:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
 
@@ -149,14 +157,15 @@ async def ask(worker: VictimWorker, reply: bytes, *, repeat: int = 1) -> int | N
 async def test_worker_answers_one_number():
     worker = VictimWorker()
     try:
-        assert await ask(worker, answer([process(1, 5), process(9, 500)])) == 9
+        assert await ask(worker, answer([process(1, 5), process(9, 500)])) == (9,)
+        assert await ask(worker, answer([])) == ()
         # A sandbox that never ends its answer, or answers rubbish, gets none, and the next is served as before.
         results = await asyncio.gather(
             ask(worker, b"x" * (1 << 20), repeat=100),
             ask(worker, b"{" * 100000),
             ask(worker, answer([process(3, 4)])),
         )
-        assert results == [None, None, 3]
+        assert results == [None, None, (3,)]
     finally:
         await worker.close()
 
@@ -167,6 +176,6 @@ async def test_dead_worker_is_started_again():
         await worker.start()
         worker._process.kill()
         await worker._process.wait()
-        assert await ask(worker, answer([process(3, 4)])) == 3
+        assert await ask(worker, answer([process(3, 4)])) == (3,)
     finally:
         await worker.close()

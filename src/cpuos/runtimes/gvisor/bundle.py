@@ -57,11 +57,11 @@ def write_bundle(spec: SandboxSpec, *, cgroups_path: str) -> Path:
     """Write `bundle/` below the sandbox's folder."""
     bundle = spec.workdir / "bundle"
     (bundle / "rootfs").mkdir(mode=0o700, parents=True, exist_ok=True)
-    (bundle / "config.json").write_text(json.dumps(oci_spec(spec, bundle=bundle, cgroups_path=cgroups_path)))
+    (bundle / "config.json").write_text(json.dumps(_oci_spec(spec, bundle=bundle, cgroups_path=cgroups_path)))
     return bundle
 
 
-def oci_spec(spec: SandboxSpec, *, bundle: Path, cgroups_path: str) -> dict[str, Any]:
+def _oci_spec(spec: SandboxSpec, *, bundle: Path, cgroups_path: str) -> dict[str, Any]:
     """The whole spec; runsc takes the root from the EROFS annotations, not from `rootfs/`."""
     return {
         "ociVersion": "1.2.0",

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -51,14 +50,14 @@ class GvisorRuntime:
     isolation: ClassVar[Isolation] = Isolation.GVISOR
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
 
-    def __init__(self, host: RuntimeHost, *, on_oom: Callable[[OomKill], None] | None = None) -> None:
+    def __init__(self, host: RuntimeHost) -> None:
         self._run_dir = host.run_dir
         self._runsc = Runsc(host.data_dir / "bin" / "runsc" / RUNSC_VERSION / "runsc", root=host.run_dir / "root")
         self._runsc.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._groups = ControlGroups(host.instance_id)
         self._worker = VictimWorker()
         self._watchdog = MemoryWatchdog(self._groups, worker=self._worker, on_kill=self._note_kill)
-        self._on_oom = on_oom
+        self._on_oom = host.on_oom
         self._running: dict[str, _Running] = {}
         self.oom_kills: deque[OomKill] = deque(maxlen=_KEPT_KILLS)
         """The latest processes that were killed for memory, oldest first."""
@@ -199,7 +198,7 @@ class GvisorRuntime:
             running.ended.set_result(self._reason(sandbox_id, running))
 
     def _reason(self, sandbox_id: str, running: _Running) -> str:
-        if any(kill.sandbox_id == sandbox_id and kill.pid == 0 for kill in self.oom_kills):
+        if any(kill.sandbox_id == sandbox_id and not kill.pids for kill in self.oom_kills):
             return "it was out of memory and no longer answered, so it was killed"
         if self._groups.was_oom_killed(sandbox_id):
             return "it reached its memory limit and the host's kernel killed it"
@@ -220,8 +219,7 @@ class GvisorRuntime:
 
     def _note_kill(self, kill: OomKill) -> None:
         self.oom_kills.append(kill)
-        if self._on_oom is not None:
-            self._on_oom(kill)
+        self._on_oom(kill.sandbox_id, kill.pids)
 
     def _remove_traces(self, sandbox_id: str) -> None:
         """What `runsc delete` leaves where it could not do its work."""

@@ -2,7 +2,7 @@
 
 A dump of all guest processes is made by the guest as it likes: names, arguments and environments, up to hundreds of
 megabytes. So it is never read by the node (root). This worker gets a connected control socket and an answer socket for
-each question, and says one number. It drops its rights before the first question; each question has a process of its
+each question, and says a few numbers. It drops its rights before the first question; each question has a process of its
 own, with limits on memory and time, so a hostile sandbox holds up nobody else's.
 """
 
@@ -16,30 +16,41 @@ import socket
 import sys
 import time
 
-__all__ = ["NOBODY_TO_KILL", "choose_victim", "main"]
+__all__ = ["choose_victim", "main"]
 
-NOBODY_TO_KILL = 0
 _MAX_DUMP = 24 << 20
 _MAX_MEMORY = 768 << 20
 _ANSWER_S = 1.5
+_MAX_ANCESTORS = 64
 _NOBODY = 65534
 _REQUEST = b'{"method":"containerManager.ProcfsDump","arg":{}}'
 
 
-def choose_victim(dump: bytes) -> int:
-    """The guest process with the most resident memory, never PID 1. Raises ValueError on anything unexpected."""
+def choose_victim(dump: bytes) -> list[int]:
+    """The guest process with the most resident memory, never PID 1, and its ancestors; nothing when there is none.
+
+    Raises ValueError on anything unexpected.
+    """
     answer = json.loads(dump)
     if not isinstance(answer, dict) or answer.get("success") is not True or not isinstance(answer.get("result"), list):
         raise ValueError("not a dump")
-    best, best_size = NOBODY_TO_KILL, 0
+    best, best_size = 0, 0
+    parents: dict[int, int] = {}
     for process in answer["result"]:
         status = process.get("status") if isinstance(process, dict) else None
         if not isinstance(status, dict):
             continue
         pid, size = status.get("pid"), status.get("vm_rss", 0)
-        if type(pid) is int and type(size) is int and 1 < pid < 1 << 31 and size > best_size:
+        if type(pid) is not int or type(size) is not int or not 1 < pid < 1 << 31:
+            continue
+        parents[pid] = status.get("ppid", 0)
+        if size > best_size:
             best, best_size = pid, size
-    return best
+    line: list[int] = []
+    while best in parents and best not in line and len(line) <= _MAX_ANCESTORS:
+        line.append(best)
+        best = parents[best]
+    return line
 
 
 def main() -> None:
@@ -81,7 +92,8 @@ def _answer(control: socket.socket, answer: socket.socket) -> None:
         if size > _MAX_DUMP:
             raise ValueError("the dump is too big")
         chunks.append(chunk)
-    answer.sendall(b"%d" % choose_victim(b"".join(chunks)))
+    line = choose_victim(b"".join(chunks))
+    answer.sendall(" ".join(map(str, line)).encode() or b"nobody")
 
 
 def _drop_rights() -> None:

@@ -19,7 +19,6 @@ import structlog
 
 from cpuos.errors import PlatformError
 from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
-from cpuos.runtimes.gvisor.victim import NOBODY_TO_KILL
 from cpuos.runtimes.limits import ControlGroups, MemoryGauge
 
 __all__ = ["MemoryWatchdog", "OomKill", "VictimWorker"]
@@ -32,6 +31,7 @@ _SLOW_POLL_S = 0.2
 # No guest was seen to fill memory faster; what is left below the threshold lasts at least this long.
 _FILL_BYTES_PER_S = 4 << 30
 _CHOICE_S = 2.0
+_MAX_ANSWER = 1024
 # How long a killed process may take to give its memory back before the next is chosen.
 _RELIEF_S = 0.5
 
@@ -43,8 +43,8 @@ class OomKill:
     """One guest process that was killed for memory."""
 
     sandbox_id: str
-    pid: int
-    """Its number in the sandbox; 0 when the whole sandbox had to go."""
+    pids: tuple[int, ...]
+    """Numbers in the sandbox: the process, then its ancestors. Empty when the whole sandbox had to go."""
     at: float
     """Unix time."""
 
@@ -85,8 +85,9 @@ class VictimWorker:
         ours.setblocking(False)
         self._questions = ours
 
-    async def choose(self, control: socket.socket) -> int | None:
-        """The guest process to kill behind this control socket, NOBODY_TO_KILL, or None without a valid answer."""
+    async def choose(self, control: socket.socket) -> tuple[int, ...] | None:
+        """The guest process to kill behind this control socket and its ancestors: empty when there is none to kill,
+        None without a valid answer."""
         with control:
             await self.start()
             assert self._questions is not None
@@ -100,10 +101,13 @@ class VictimWorker:
                         return None
                 try:
                     async with asyncio.timeout(_CHOICE_S):
-                        text = await asyncio.get_running_loop().sock_recv(ours, 16)
+                        text = await asyncio.get_running_loop().sock_recv(ours, _MAX_ANSWER)
                 except (OSError, TimeoutError):
                     return None
-        return int(text) if text.isdigit() else None
+        if text == b"nobody":
+            return ()
+        numbers = text.split()
+        return tuple(map(int, numbers)) if numbers and all(map(bytes.isdigit, numbers)) else None
 
     async def close(self) -> None:
         if self._questions is not None:
@@ -169,17 +173,17 @@ class MemoryWatchdog:
     async def _relieve(self, sandbox_id: str, gauge: MemoryGauge, *, threshold: int, control: ControlSocket) -> bool:
         """Kill the biggest process and wait for its memory; False when the sandbox gave no valid answer."""
         try:
-            victim = await self._worker.choose(control.connect())
-            if victim is None:
+            line = await self._worker.choose(control.connect())
+            if line is None:
                 return False
-            if victim == NOBODY_TO_KILL:
+            if not line:
                 return True  # the memory is not a process's; the host's limit is what is left
-            await control.kill(victim)
+            self._on_kill(OomKill(sandbox_id=sandbox_id, pids=line, at=time.time()))
+            await control.kill(line[0])
         except UrpcFailure as problem:
             log.warning("no answer under memory pressure", sandbox=sandbox_id, why=problem.why)
             return False
-        log.warning("guest process killed: out of memory", sandbox=sandbox_id, pid=victim)
-        self._on_kill(OomKill(sandbox_id=sandbox_id, pid=victim, at=time.time()))
+        log.warning("guest process killed: out of memory", sandbox=sandbox_id, pid=line[0])
         deadline = time.monotonic() + _RELIEF_S
         while gauge.read(above=threshold) > threshold and time.monotonic() < deadline:  # noqa: ASYNC110 (a file)
             await asyncio.sleep(_POLL_S)
@@ -188,5 +192,5 @@ class MemoryWatchdog:
     async def _kill_all(self, sandbox_id: str) -> None:
         """Better than the host's kernel, which would choose among the sentry's processes and may leave a torso."""
         log.warning("sandbox killed: it is out of memory and does not answer", sandbox=sandbox_id)
-        self._on_kill(OomKill(sandbox_id=sandbox_id, pid=0, at=time.time()))
+        self._on_kill(OomKill(sandbox_id=sandbox_id, pids=(), at=time.time()))
         await asyncio.to_thread(self._groups.kill, sandbox_id)

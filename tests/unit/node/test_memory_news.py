@@ -1,0 +1,46 @@
+"""The gateway hears of a kill for memory, and nothing waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from cpuos.node.memory_news import MemoryNews
+
+ID = "a" * 20
+
+
+async def test_kill_is_posted_with_its_ancestors(tmp_path):
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def gateway(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        await heard.put(head.split(b"\r\n")[0])
+        await heard.put(await reader.readexactly(length))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_unix_server(gateway, tmp_path / "gateway.sock")
+    async with server:
+        news = MemoryNews(tmp_path / "gateway.sock")
+        news.tell(ID, (9, 7, 3))
+        assert await heard.get() == f"POST /v1/sandboxes/{ID}/oom HTTP/1.1".encode()
+        assert json.loads(await heard.get()) == {"pid": 9, "ancestors": [7, 3]}
+        await asyncio.gather(*news._telling)
+
+
+async def test_gateway_that_is_down_or_talks_rubbish_is_borne(tmp_path):
+    news = MemoryNews(tmp_path / "gateway.sock")
+    news.tell(ID, (9,))
+    await asyncio.gather(*news._telling)
+
+    async def rubbish(reader, writer):
+        writer.write(b"x" * 100)
+        writer.close()
+
+    async with await asyncio.start_unix_server(rubbish, tmp_path / "gateway.sock"):
+        news.tell(ID, (9,))
+        news.tell(ID, ())
+        await asyncio.gather(*news._telling)
