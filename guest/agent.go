@@ -17,8 +17,8 @@ import (
 
 const contractGeneration = 1
 
-// version is set by the build.
-var version = "dev"
+// version is told by hello; the contract, not this number, says what the agent can do.
+const version = "0.1.0"
 
 type agent struct {
 	sandbox  string

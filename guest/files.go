@@ -195,7 +195,7 @@ func (r *request) sendFile(file *os.File, offset, length int64) error {
 
 func (a *agent) statFile(r *request, _ string) error {
 	p, who := a.target(r, "path")
-	follow := r.flag("follow", true)
+	follow := r.flag("follow", false)
 	if r.problem != nil {
 		return r.problem
 	}
