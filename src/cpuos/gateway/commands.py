@@ -33,7 +33,10 @@ __all__ = ["CommandRun"]
 
 ACK_EVERY_BYTES = 256 << 10
 BUDGET_LOOK_BYTES = 4 << 20
-MAX_VIOLATIONS = 8
+MAX_VIOLATIONS = 5
+MAX_SILENCES = 5
+MAX_FRUITLESS = 10
+"""Streams in a row that the agent accepts and cuts before anything new."""
 SILENCE_LIMIT_S = 20.0
 """The agent sends KEEPALIVE each 5 s: a connection this silent is dead."""
 TIMEOUT_GRACE_S = 5.0
@@ -80,6 +83,9 @@ class CommandRun:
         self._since_budget = 0
         self._failures = 0
         self._violations = 0
+        self._silences = 0
+        self._fruitless = 0
+        self._stream_began = False
         self._heard_at = clock()
         self._began_at = clock()
         self._overdue_kill_at: float | None = None
@@ -146,25 +152,31 @@ class CommandRun:
 
     def opened(self, connection: AgentConnection) -> None:
         self._connection = connection
+        self._stream_began = False
         self._heard_at = self._clock()
 
     def frame(self, kind: FrameKind, offset: int, payload: memoryview | bytes) -> None:
         if self._finished or self._end is not None:
             return
         self._heard_at = self._clock()
-        if kind is FrameKind.STDOUT:
+        if kind is FrameKind.STARTED:
+            self._on_started(read_answer(Started, payload))
+            return
+        if not self._stream_began and kind is not FrameKind.ERROR:
+            raise agent_invalid(f"frame {kind.name} comes before STARTED")
+        self._silences = 0
+        if kind is FrameKind.KEEPALIVE:
+            self._fruitless = 0
+            if self._connection is not None:
+                asyncio.get_running_loop().call_soon(self._connection.shrink)
+        elif kind is FrameKind.STDOUT:
             self._output("stdout", offset, payload)
         elif kind is FrameKind.STDERR:
             self._output("stderr", offset, payload)
-        elif kind is FrameKind.STARTED:
-            self._on_started(read_answer(Started, payload))
         elif kind is FrameKind.ENDED:
             self._on_ended(read_answer(Ended, payload))
         elif kind is FrameKind.ACK:
             self.stdin.acknowledge(read_answer(StdinTaken, payload).stdin)
-        elif kind is FrameKind.KEEPALIVE:
-            if self._connection is not None:
-                asyncio.get_running_loop().call_soon(self._connection.shrink)
         elif kind is FrameKind.ERROR:
             raise AgentFailure("cannot follow the command", "the agent ended its stream", code="agent_unresponsive")
         else:
@@ -176,15 +188,18 @@ class CommandRun:
             return
         if error is not None and error.code == "agent_invalid":
             self._violations += 1
+        self._fruitless += 1
         if not self._started.done():
             self._settle_started(error or AgentFailure("cannot start", "cut", code="agent_unresponsive"))
         elif self._violations >= MAX_VIOLATIONS:
-            self._finish(CommandStatus.UNKNOWN, reason=f"the agent broke its contract: {error.why}")
-            self._spawn(self._kill_quietly("the agent broke its contract"))
+            self._give_up(f"the agent broke its contract: {error.why}")
+        elif self._fruitless >= MAX_FRUITLESS:
+            self._give_up(f"the agent cut its stream {self._fruitless} times in a row")
         else:
             self._spawn(self._attach())
 
     def _on_started(self, started: Started) -> None:
+        self._stream_began = True
         self._failures = min(self._failures, 1)
         if self.recorded.record.pid is None:
             self.recorded.record = replace(self.recorded.record, pid=started.pid)
@@ -207,7 +222,7 @@ class CommandRun:
                 "spool.blocked", sandbox=self.recorded.record.command.sandbox, command=self.id, error=str(error)
             )
             raise AgentFailure("cannot record output", str(error), code="agent_unresponsive") from error
-        self._failures = 0
+        self._failures = self._fruitless = 0
         self._unacknowledged += len(payload)
         self._since_budget += len(payload)
         self.recorded.notify()
@@ -306,6 +321,11 @@ class CommandRun:
     def oom(self) -> None:
         """Told from outside: memory ran out, and a process of this command was chosen to end."""
         self._oom_at = self._clock()
+
+    def _give_up(self, reason: str) -> None:
+        """Nobody can know how the command goes on or ends."""
+        self._finish(CommandStatus.UNKNOWN, reason=reason)
+        self._spawn(self._kill_quietly(reason))
 
     def _finish(self, status: CommandStatus, **fields: Any) -> None:
         """Record the end, in the journal and the record, and only then tell it."""
@@ -418,7 +438,11 @@ class CommandRun:
         now = self._clock()
         if self._connection is not None and now - self._heard_at > SILENCE_LIMIT_S:
             self._heard_at = now
+            self._silences += 1
             self._connection.close()
+            if self._silences >= MAX_SILENCES:
+                self._give_up("the agent has fallen silent")
+                return
         limit = self.recorded.record.timeout_s
         if limit is None or self._finished or self._end is not None or self.age_s() < limit + TIMEOUT_GRACE_S:
             return
@@ -445,7 +469,7 @@ class CommandRun:
                 if error.code == "agent_invalid":
                     self._violations += 1
                 if self._violations >= MAX_VIOLATIONS:
-                    self._finish(CommandStatus.UNKNOWN, reason=f"the agent broke its contract: {error.why}")
+                    self._give_up(f"the agent broke its contract: {error.why}")
             else:
                 return
 

@@ -38,9 +38,6 @@ __all__ = [
 MAX_JSON = 4 << 20
 MAX_LIST_JSON = 16 << 20
 MAX_SHOWN_PATH = 4096
-WRITE_ANSWER_S = 120.0
-"""After the last byte the agent syncs the file to its disk."""
-SLOW_CALL_S = 120.0
 BYTES = (b"content-type", b"application/octet-stream")
 NO_SNIFF = (b"x-content-type-options", b"nosniff")
 
@@ -110,7 +107,7 @@ async def _upload(call: Call, sandbox: GatewaySandbox, target: str, gateway: Gat
     with sandbox.slots.hold("transfers"):
         async with agent.upload("PUT", target, length=length) as connection:
             sent = await _pass_body(call, connection, length, gateway.limits.file_bytes)
-            head = await connection.read_head(limit_s=WRITE_ANSWER_S)
+            head = await connection.read_head(limit_s=agent.times.slow_answer_s)
             told = await connection.read_body(head, limit=MAX_JSON)
     if not 200 <= head.status < 300:
         raise refusal(told, what=what)
@@ -144,7 +141,9 @@ async def remove_file(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gatew
     query = _query(call, gateway, "path", "recursive", "user")
     async with _journaled(gateway, ticket, "file.remove", call):
         agent = await sandbox.agent()
-        await agent.call("DELETE", f"/v1/files?{query}", what=f"cannot remove {shown_path(call)}", limit_s=SLOW_CALL_S)
+        await agent.call(
+            "DELETE", f"/v1/files?{query}", what=f"cannot remove {shown_path(call)}", limit_s=agent.times.slow_answer_s
+        )
         await call.answer(204, headers=[])
 
 
@@ -161,7 +160,9 @@ async def list_files(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gatewa
     query = _query(call, gateway, "path", "depth", "user")
     agent = await sandbox.agent()
     what = f"cannot list {shown_path(call)}"
-    told = await agent.call("GET", f"/v1/files/list?{query}", what=what, limit=MAX_LIST_JSON, limit_s=SLOW_CALL_S)
+    told = await agent.call(
+        "GET", f"/v1/files/list?{query}", what=what, limit=MAX_LIST_JSON, limit_s=agent.times.slow_answer_s
+    )
     listed: AgentFileList = read_answer(AgentFileList, told)
     await call.answer_model(200, FileList(entries=listed.entries, truncated=listed.truncated))
 
@@ -199,7 +200,10 @@ async def read_tree(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway
     async with _journaled(gateway, ticket, "file.read_tree", call) as detail:
         agent = await sandbox.agent()
         with sandbox.slots.hold("transfers"):
-            async with agent.exchange("GET", f"/v1/files/tree?{query}", limit_s=SLOW_CALL_S) as (connection, head):
+            async with agent.exchange("GET", f"/v1/files/tree?{query}", limit_s=agent.times.slow_answer_s) as (
+                connection,
+                head,
+            ):
                 if head.status != 200:
                     told = await connection.read_body(head, limit=MAX_JSON)
                     raise refusal(told, what=f"cannot read {shown_path(call)}")

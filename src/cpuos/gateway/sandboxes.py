@@ -7,8 +7,6 @@ import hashlib
 import secrets
 import shutil
 import string
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +26,7 @@ from cpuos.errors import (
 )
 from cpuos.gateway.agent.answers import Hello
 from cpuos.gateway.agent.client import AgentClient, Dialler
+from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.gateway.commands import CommandRun
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits, Slots
@@ -60,6 +59,7 @@ class GatewaySandbox:
         journal: Journal,
         dialler: Dialler,
         limits: GatewayLimits,
+        times: AgentTimes,
     ) -> None:
         self.id = sandbox_id
         self.store = store
@@ -71,6 +71,7 @@ class GatewaySandbox:
         """How and why it ended: killed or sandbox_lost."""
         self._journal = journal
         self._dialler = dialler
+        self._times = times
         self._agent: AgentClient | None = None
         self._ready = asyncio.Event()
         self._attaching = asyncio.Lock()
@@ -96,7 +97,7 @@ class GatewaySandbox:
             return await self._attach(generation, hostname=hostname, wait_s=wait_s)
 
     async def _attach(self, generation: int, *, hostname: str, wait_s: float) -> Hello:
-        agent = AgentClient(self._dialler, sandbox_id=self.id, generation=generation)
+        agent = self._client(generation)
         try:
             hello = await agent.identify(wait_s=wait_s)
             self.generation, self.hostname, self.ended = generation, hostname, None
@@ -112,6 +113,9 @@ class GatewaySandbox:
         self._ready.set()
         log.info("sandbox.attached", sandbox=self.id, generation=generation, commands=len(self.runs))
         return hello
+
+    def _client(self, generation: int) -> AgentClient:
+        return AgentClient(self._dialler, sandbox_id=self.id, generation=generation, times=self._times)
 
     async def _take_up(self, agent: AgentClient) -> None:
         """After a restart: attach to what runs, end what the agent never got."""
@@ -144,7 +148,7 @@ class GatewaySandbox:
             if recorded.id not in self.runs:  # not taken up since a restart
                 recorded.users += 1
                 self.slots.take("commands")
-                self._run(recorded, agent or AgentClient(self._dialler, sandbox_id=self.id, generation=0))
+                self._run(recorded, agent or self._client(0))
         for run in list(self.runs.values()):
             run.finish_with_sandbox(status, reason)
         if agent is not None:
@@ -330,14 +334,14 @@ class Sandboxes:
         dialler: Dialler,
         limits: GatewayLimits,
         spool_limits: SpoolLimits,
-        clock: Callable[[], float] = time.monotonic,
+        times: AgentTimes,
     ) -> None:
         self._folder = folder
         self._journal = journal
         self._dialler = dialler
         self._limits = limits
         self._spool_limits = spool_limits
-        self._clock = clock
+        self._times = times
         self._sandboxes: dict[str, GatewaySandbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -392,7 +396,12 @@ class Sandboxes:
     def _make(self, sandbox_id: str) -> GatewaySandbox:
         store = CommandStore(self._folder / sandbox_id, limits=self._spool_limits)
         sandbox = GatewaySandbox(
-            sandbox_id, store=store, journal=self._journal, dialler=self._dialler, limits=self._limits
+            sandbox_id,
+            store=store,
+            journal=self._journal,
+            dialler=self._dialler,
+            limits=self._limits,
+            times=self._times,
         )
         self._sandboxes[sandbox_id] = sandbox
         return sandbox

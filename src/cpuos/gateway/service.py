@@ -12,6 +12,7 @@ import structlog
 
 from cpuos.gateway.access import Gateway
 from cpuos.gateway.agent.client import Dialler
+from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.gateway.app import create_app
 from cpuos.gateway.control import create_control_app
 from cpuos.gateway.journal import Journal
@@ -34,6 +35,7 @@ async def open_gateway(
     dialler: Dialler,
     limits: GatewayLimits | None = None,
     spool_limits: SpoolLimits | None = None,
+    times: AgentTimes | None = None,
 ) -> AsyncIterator[Gateway]:
     """The parts without listeners; what an earlier process left is taken up, what lives on is left to the next."""
     limits = limits or GatewayLimits()
@@ -45,6 +47,7 @@ async def open_gateway(
         dialler=dialler,
         limits=limits,
         spool_limits=spool_limits or SpoolLimits(),
+        times=times or AgentTimes(),
     )
     gateway = Gateway(
         sandboxes=sandboxes,

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from cpuos.gateway.access import Gateway
+from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.service import open_gateway, serve_gateway
 from cpuos.gateway.spool import SpoolLimits
@@ -274,13 +275,19 @@ async def open_rig(
     *,
     limits: GatewayLimits | None = None,
     spool_limits: SpoolLimits | None = None,
+    times: AgentTimes | None = None,
     mint: TicketMint | None = None,
 ) -> AsyncIterator[Rig]:
     mint = mint or TicketMint(folder)
     control_socket = folder / "gateway.sock"
     async with (
         open_gateway(
-            folder / "state", public_key=mint.path, dialler=dialler, limits=limits, spool_limits=spool_limits
+            folder / "state",
+            public_key=mint.path,
+            dialler=dialler,
+            limits=limits,
+            spool_limits=spool_limits,
+            times=times,
         ) as gateway,
         serve_gateway(
             gateway,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import jwt
 import pytest
-from cpuos.gateway.tickets import Revocations, TicketVerifier
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from gateway_rig import SANDBOX, Rig, TicketMint, error_code
 
 from cpuos.errors import AuthenticationError, Unavailable
+from cpuos.gateway.tickets import Revocations, TicketVerifier
 
 
 class Clock:

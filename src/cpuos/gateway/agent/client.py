@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from cpuos.errors import AgentFailure, CpuosError
 from cpuos.gateway.agent.answers import AgentCommands, Hello, read_answer, refusal
-from cpuos.gateway.agent.connection import AgentConnection, FrameSink, open_connection
+from cpuos.gateway.agent.connection import AgentConnection, AgentTimes, FrameSink, open_connection
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
 
 __all__ = ["AgentClient", "Dialled", "Dialler"]
@@ -54,8 +54,9 @@ class Dialler(Protocol):
 class AgentClient:
     """Opened by `identify`. Every call takes a connection of its own; a call that fails half-way closes it."""
 
-    def __init__(self, dialler: Dialler, *, sandbox_id: str, generation: int) -> None:
+    def __init__(self, dialler: Dialler, *, sandbox_id: str, generation: int, times: AgentTimes | None = None) -> None:
         self._dialler = dialler
+        self.times = times or AgentTimes()
         self._sandbox_id = sandbox_id
         self._generation = generation
         self._session = b""
@@ -88,11 +89,11 @@ class AgentClient:
                 if error.code != "agent_unresponsive" or time.monotonic() >= deadline:
                     raise
             await asyncio.sleep(BOOT_POLL_S)
-            connect_limit_s = min(connect_limit_s * 1.5, 2.0)
+            connect_limit_s = min(connect_limit_s * 1.5, self.times.connect_s)
 
     async def _identify_once(self, connect_limit_s: float) -> Hello:
         dialled = await self._dialler.dial(self._sandbox_id, self._generation)
-        connection = await open_connection(dialled.socket, dialled.address, limit_s=connect_limit_s)
+        connection = await open_connection(dialled.socket, dialled.address, times=self.times, limit_s=connect_limit_s)
         try:
             body = json.dumps(
                 {
@@ -101,7 +102,7 @@ class AgentClient:
                 }
             ).encode()
             connection.request(_head("POST", "/v1/identity", b"", length=len(body)), body)
-            answer = await connection.read_head(limit_s=5.0)
+            answer = await connection.read_head(limit_s=self.times.identity_s)
             told = await connection.read_body(answer, limit=MAX_JSON)
             if answer.status != 200:
                 raise refusal(told, what="cannot make the sandbox's agent ours")
@@ -119,7 +120,14 @@ class AgentClient:
     # plain calls
 
     async def call(
-        self, method: str, target: str, *, what: str, body: bytes = b"", limit: int = MAX_JSON, limit_s: float = 30.0
+        self,
+        method: str,
+        target: str,
+        *,
+        what: str,
+        body: bytes = b"",
+        limit: int = MAX_JSON,
+        limit_s: float | None = None,
     ) -> bytes:
         """One JSON call: the body of its 2xx answer, else the agent's refusal as our error."""
         async with self.exchange(method, target, body=body, limit_s=limit_s) as (connection, head):
@@ -130,7 +138,7 @@ class AgentClient:
 
     @asynccontextmanager
     async def exchange(
-        self, method: str, target: str, *, body: bytes = b"", limit_s: float = 30.0
+        self, method: str, target: str, *, body: bytes = b"", limit_s: float | None = None
     ) -> AsyncIterator[tuple[AgentConnection, AnswerHead]]:
         """Send a request and give its answer's head; the connection goes back when the body was read to its end."""
         request = _head(method, target, self._session, length=len(body) if body or method != "GET" else None)
@@ -170,7 +178,7 @@ class AgentClient:
     # streams
 
     async def stream(
-        self, method: str, target: str, *, sink: FrameSink, what: str, body: bytes = b"", limit_s: float = 30.0
+        self, method: str, target: str, *, sink: FrameSink, what: str, body: bytes = b"", limit_s: float | None = None
     ) -> AgentConnection:
         """Upgrade a connection to frames for the sink; a refusal comes as our error, and nothing streams."""
         extra = self._session + b"Connection: Upgrade\r\nUpgrade: cpuos-frames/1\r\n"
@@ -249,7 +257,7 @@ class AgentClient:
 
     async def _dial(self) -> AgentConnection:
         dialled = await self._dialler.dial(self._sandbox_id, self._generation)
-        return await open_connection(dialled.socket, dialled.address)
+        return await open_connection(dialled.socket, dialled.address, times=self.times)
 
     def _refill(self) -> None:
         if not self._refilling and not self._closed and len(self._idle) < SPARE:

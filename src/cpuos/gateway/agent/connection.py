@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from cpuos.errors import AgentFailure, CpuosError
@@ -16,13 +17,23 @@ from cpuos.gateway.agent.frames import FramePieces
 from cpuos.gateway.agent.http import MAX_HEAD_BYTES, AnswerHead, AnswerParser, ChunkedDecoder, agent_invalid
 from cpuos.types.frames import FrameKind
 
-__all__ = ["AgentConnection", "FrameSink", "agent_unresponsive", "open_connection"]
+__all__ = ["AgentConnection", "AgentTimes", "FrameSink", "agent_unresponsive", "open_connection"]
 
-CONNECT_LIMIT_S = 2.0
-ANSWER_LIMIT_S = 30.0
 SMALL_BUFFER = MAX_HEAD_BYTES + 4096
 LARGE_BUFFER = 256 << 10
 WRITE_HIGH_WATER = 256 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTimes:
+    """How long an agent may take, in seconds."""
+
+    connect_s: float = 2.0
+    answer_s: float = 30.0
+    """Until an answer's head is whole, a JSON body is whole, or more of a streamed body comes."""
+    identity_s: float = 5.0
+    slow_answer_s: float = 120.0
+    """For what works on many files or waits for a disk."""
 
 
 class FrameSink(Protocol):
@@ -45,16 +56,17 @@ def agent_unresponsive(why: str) -> AgentFailure:
 
 
 async def open_connection(
-    guest: socket.socket, address: tuple[str, int] | str, *, limit_s: float = CONNECT_LIMIT_S
+    guest: socket.socket, address: tuple[str, int] | str, *, times: AgentTimes, limit_s: float | None = None
 ) -> AgentConnection:
     """Connect a socket that the node made; closes it on failure."""
     loop = asyncio.get_running_loop()
+    limit_s = times.connect_s if limit_s is None else limit_s
     try:
         async with asyncio.timeout(limit_s):
             await loop.sock_connect(guest, address)
         if guest.family in (socket.AF_INET, socket.AF_INET6):
             guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _, connection = await loop.create_connection(lambda: AgentConnection(loop), sock=guest)
+        _, connection = await loop.create_connection(lambda: AgentConnection(loop, times=times), sock=guest)
     except (OSError, TimeoutError) as error:
         guest.close()
         raise agent_unresponsive(str(error) or f"no connection within {limit_s:g} s") from error
@@ -67,8 +79,9 @@ async def open_connection(
 class AgentConnection(asyncio.BufferedProtocol):
     """See the module's text. Not for two users at once."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, times: AgentTimes) -> None:
         self._loop = loop
+        self._times = times
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray(SMALL_BUFFER)
         self._start = 0
@@ -157,8 +170,9 @@ class AgentConnection(asyncio.BufferedProtocol):
         if not self.closing:
             self._transport.write(data)
 
-    async def send(self, data: bytes, *, limit_s: float = ANSWER_LIMIT_S) -> None:
+    async def send(self, data: bytes) -> None:
         """Send and wait until the socket takes more; returns early when an answer has come already."""
+        limit_s = self._times.answer_s
         self.write(data)
         if self._writing_paused and not self.closing:
             self._drained = self._loop.create_future()
@@ -178,8 +192,9 @@ class AgentConnection(asyncio.BufferedProtocol):
         self.answered = False
         self.write(head + body if body else head)
 
-    async def read_head(self, *, limit_s: float = ANSWER_LIMIT_S) -> AnswerHead:
+    async def read_head(self, *, limit_s: float | None = None) -> AnswerHead:
         """The head of the answer; interim answers are passed over."""
+        limit_s = self._times.answer_s if limit_s is None else limit_s
         parser = AnswerParser()
         try:
             async with asyncio.timeout(limit_s):
@@ -191,8 +206,9 @@ class AgentConnection(asyncio.BufferedProtocol):
         except TimeoutError:
             raise agent_unresponsive(f"it did not answer within {limit_s:g} s") from None
 
-    async def read_body(self, head: AnswerHead, *, limit: int, limit_s: float = ANSWER_LIMIT_S) -> bytes:
+    async def read_body(self, head: AnswerHead, *, limit: int) -> bytes:
         """The whole body, which must not be over `limit` bytes."""
+        limit_s = self._times.answer_s
         if head.length is not None and head.length > limit:
             raise agent_invalid(f"its answer is over {limit} bytes")
         pieces = []
@@ -208,17 +224,17 @@ class AgentConnection(asyncio.BufferedProtocol):
             raise agent_unresponsive(f"its answer did not end within {limit_s:g} s") from None
         return b"".join(pieces)
 
-    async def body(self, head: AnswerHead, *, limit_s: float = ANSWER_LIMIT_S) -> AsyncIterator[bytes]:
+    async def body(self, head: AnswerHead) -> AsyncIterator[bytes]:
         """The body in pieces as they come. A body that ends early raises; the connection then is of no more use."""
         if head.length is None:
             decoder = ChunkedDecoder()
             while not decoder.done:
-                for piece in decoder.feed(await self._take(LARGE_BUFFER, limit_s=limit_s)):
+                for piece in decoder.feed(await self._take(LARGE_BUFFER)):
                     yield piece
             return
         left = head.length
         while left:
-            piece = await self._take(left, limit_s=limit_s)
+            piece = await self._take(left)
             left -= len(piece)
             yield piece
 
@@ -258,8 +274,9 @@ class AgentConnection(asyncio.BufferedProtocol):
         self._end -= self._start
         self._start = 0
 
-    async def _take(self, most: int, *, limit_s: float) -> bytes:
+    async def _take(self, most: int) -> bytes:
         if self._start == self._end:
+            limit_s = self._times.answer_s
             try:
                 async with asyncio.timeout(limit_s):
                     while self._start == self._end:
