@@ -2,4 +2,5 @@
 
 from cpuos.node.daemon import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import ctypes
 import errno
+import functools
 import grp
 import json
 import os
@@ -90,7 +91,8 @@ class FakeFiles:
 
     async def mkdir(self, request: HttpRequest) -> HttpResponse:
         path, mode = self._path(request), int(request.text("mode", "755"), 8)
-        make = os.makedirs if request.flag("parents", default=True) else os.mkdir
+        parents = request.flag("parents", default=True)
+        make = functools.partial(os.makedirs, exist_ok=True) if parents else os.mkdir
         await self._as_user(request, lambda: make(path, mode))
         return HttpResponse(json=await self._as_user(request, lambda: self._info(path, follow=False)))
 

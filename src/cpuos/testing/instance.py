@@ -24,7 +24,6 @@ from typing import Any, Self
 from cpuos.client import AsyncClient, Client
 from cpuos.services.directories import make_directories
 from cpuos.services.health import ask, part_answers
-from cpuos.services.parts import Part, spawn_part
 from cpuos.settings import Settings, load_settings
 from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
 from cpuos.testing.node import write_fake_template
@@ -35,6 +34,8 @@ READY_S = 60.0
 STOP_S = 15.0
 # From the node up; the server comes last, since it asks the two others.
 MODULES = {"node": "cpuos.node", "gateway": "cpuos.gateway", "server": "cpuos.server"}
+# A daemon's umask would leave bytecode behind that other users cannot read, and would compile at every start.
+_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class Instance:
@@ -95,8 +96,10 @@ class Instance:
         for client in self._clients:
             client.close()
         self._delete_sandboxes()
-        for part in reversed(MODULES):
-            self.stop(part)
+        for process in self._processes.values():  # nothing of it is kept, so nothing needs an orderly end
+            process.kill()
+            process.wait()
+        self._processes.clear()
         remove_mounts(self.settings)
         remove_groups(self.settings)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -106,9 +109,18 @@ class Instance:
         module = MODULES[part]
         if part == "node" and self.settings.runtime == "fake":
             module = "cpuos.testing.node"
-        user = f"cpuos-{part}" if self._users and part != "node" else "root"
-        description = Part(name=part, module=module, user=user, memory_mib=None)
-        self._processes[part], _ = spawn_part(description, self.settings, python=Path(sys.executable))
+        rights = _rights_of(f"cpuos-{part}") if self._users and part != "node" else []
+        with (self.settings.log_dir / f"{part}.log").open("ab") as log:
+            self._processes[part] = subprocess.Popen(
+                [*rights, sys.executable, "-m", module],
+                cwd="/",
+                env={**_ENVIRONMENT, **self.settings.environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                umask=0o077,
+                start_new_session=True,
+            )
 
     def stop(self, part: str) -> None:
         """Ask it to end; kill it when it does not."""
@@ -235,8 +247,14 @@ def _daemons_can_be_other_users() -> bool:
     """Root, with set-up's users, and this Python readable for them (one below /root is not)."""
     if os.geteuid() != 0:
         return False
-    rights = ["setpriv", "--reuid", "cpuos-server", "--regid", "cpuos", "--clear-groups", "--"]
     tried = subprocess.run(
-        [*rights, sys.executable, "-c", "import cpuos.server"], cwd="/", stdin=subprocess.DEVNULL, capture_output=True
+        [*_rights_of("cpuos-server"), sys.executable, "-B", "-c", "import cpuos.errors"],
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
     )
     return tried.returncode == 0
+
+
+def _rights_of(user: str) -> list[str]:
+    return ["setpriv", "--reuid", user, "--regid", "cpuos", "--clear-groups", "--no-new-privs", "--"]
