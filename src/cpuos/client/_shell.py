@@ -52,9 +52,6 @@ __cpuos_keep() {{
   local __cpuos_name __cpuos_at __cpuos_ok=
   {{
     builtin shopt -p
-    builtin declare -f
-    builtin declare -F
-    builtin alias -p
     for __cpuos_name in {_ALL_NAMES}; do
       case $__cpuos_name in
         {_NOT_KEPT}) ;;
@@ -69,14 +66,18 @@ __cpuos_keep() {{
     done
     builtin printf '__cpuos_cwd=%q __cpuos_oldpwd=%q\\n' "$PWD" "${{OLDPWD-}}"
     builtin printf '__cpuos_flags=%q\\n' "$__cpuos_flags"
-    builtin printf '__cpuos_complete=%q\\n' "$__cpuos_run"
-    builtin set +o && __cpuos_ok=1
+    builtin set +o
+    # Last what can change the meaning of the lines above: functions and aliases of those names.
+    builtin declare -f
+    builtin declare -F
+    builtin alias -p
+    builtin printf '__cpuos_complete=%q\\n' "$__cpuos_run" && __cpuos_ok=1
   }} >| "$__cpuos_dir/state.$__cpuos_save"
   [[ $__cpuos_ok ]] && builtin printf '%s %s\\n' "$__cpuos_run" "$__cpuos_restored" >| "$__cpuos_dir/status"
 }}
 __cpuos_end() {{
   __cpuos_status=$? __cpuos_flags=$SHELLOPTS
-  builtin set +euxvt
+  builtin set +euxvt +o posix
   __cpuos_keep "$@"
   builtin trap - EXIT
 }}
@@ -109,6 +110,7 @@ __cpuos_ready() {{
   if [[ $__cpuos_oldpwd ]]; then OLDPWD=$__cpuos_oldpwd; else builtin unset OLDPWD; fi
   [[ :$__cpuos_flags: != *:xtrace:* ]] || __cpuos_text=$'set -x\\n'$__cpuos_text
   [[ :$__cpuos_flags: != *:verbose:* ]] || __cpuos_text=$'set -v\\n'$__cpuos_text
+  [[ :$__cpuos_flags: != *:posix:* ]] || builtin set -o posix
   [[ :$__cpuos_flags: != *:nounset:* ]] || builtin set -u
   [[ :$__cpuos_flags: != *:errexit:* ]] || builtin set -e
   return "$__cpuos_status"
