@@ -61,7 +61,7 @@ def acquire_options(dump: str) -> list[str]:
 
 def without_credentials(uri: str) -> str:
     """The URI without user and password."""
-    return re.sub(r"(?<=://)[^/@]*@", "", uri)
+    return re.sub(r"(?<=://)[^/@\s]*@", "", uri)
 
 
 def _one_line_sources(lines: Iterable[str]) -> list[Source]:
