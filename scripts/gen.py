@@ -41,10 +41,17 @@ def errors() -> str:
     return "\n".join(lines) + "\n"
 
 
+def cli() -> str:
+    from gen_cli import render
+
+    return render()
+
+
 # name: (path, what makes it)
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "openapi": ("api/openapi.json", openapi),
     "errors": ("docs/reference/errors.md", errors),
+    "cli": ("docs/reference/cli.md", cli),
 }
 
 

@@ -87,8 +87,25 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def doctor(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Tell what this machine has and lacks."""
-    raise NotImplementedError
+    """Tell what this machine has and lacks.
+
+    Boots a test sandbox where root asks; changes nothing. Each line that is not ok names the command that mends it.
+    Exits with 1 where something is missing.
+    """
+    _require_server_parts()
+    from cpuos.setup.doctor import CheckState, doctor_lines
+    from cpuos.setup.doctor import doctor as examine
+
+    output = current_output(ctx)
+    with output.working("looking; a test sandbox is booted"):
+        checks = examine()
+    if output.json:
+        output.data({"checks": [dataclasses.asdict(check) for check in checks]})
+    else:
+        for line in doctor_lines(checks):
+            output.line(line)
+    if any(check.state is CheckState.MISSING for check in checks):
+        raise typer.Exit(1)
 
 
 def setup(
