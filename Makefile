@@ -7,6 +7,8 @@ STAMP := .venv/synced
 DATA_DIR := $(or $(CPUOS_DATA_DIR),/var/lib/cpuos)
 EXAMPLE := examples/seattle-weather
 export UV_CACHE_DIR ?= $(DATA_DIR)/cache/uv-cache
+# Lines of stdout and stderr come in the order in which they were written, in pipes too.
+export PYTHONUNBUFFERED := 1
 
 help: ## Show the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
