@@ -64,7 +64,8 @@ async def test_every_verb_may_be_repeated(disks):
     (disks.path(ID) / "workspace" / "kept").write_text("x")
     await disks.create(ID, size_mib=64)
     await disks.detach(ID)
-    await disks.detach(ID)
+    with pytest.raises(NotFound, match="not mounted"):
+        await disks.used_bytes(ID)
     await disks.attach(ID)
     assert (disks.path(ID) / "workspace" / "kept").read_text() == "x"
     await disks.remove(ID)
