@@ -87,7 +87,7 @@ async def oom(call: Call, gateway: Gateway) -> None:
 async def read_journal(call: Call, gateway: Gateway) -> None:
     after, limit = call.number("after", default=0), call.number("limit", default=1000, most=MAX_JOURNAL_PAGE)
     page = gateway.journal.page(after, limit=limit)
-    await call.answer_json(200, {"entries": page.entries, "next": page.next})
+    await call.answer_json(200, {"instance": gateway.journal.instance, "entries": page.entries, "next": page.next})
 
 
 async def revoke(call: Call, gateway: Gateway) -> None:

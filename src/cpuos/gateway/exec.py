@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Annotated
 
 from pydantic import Field
 
-from cpuos.errors import InvalidRequest
+from cpuos.errors import CpuosError, InvalidRequest
 from cpuos.gateway.access import Gateway
 from cpuos.gateway.calls import Call, ClientGone, read_model
 from cpuos.gateway.follow import KEEPALIVE, Follower
@@ -17,6 +18,7 @@ from cpuos.gateway.signals import signal_number
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.base import Request
 from cpuos.types.command import CommandList, CommandStart, Pty
+from cpuos.types.frames import FrameKind, encode_frame
 
 __all__ = [
     "get_command",
@@ -102,6 +104,10 @@ async def _send_stream(call: Call, recorded: RecordedCommand, follower: Follower
                 await recorded.change(KEEPALIVE_S, or_when=gone)
     except TimeoutError:
         raise ClientGone from None
+    except CpuosError as error:
+        if not call.begun:
+            raise
+        await call.put(encode_frame(FrameKind.ERROR, json.dumps(error.body()).encode()), last=True)
     finally:
         follower.close()
 

@@ -37,7 +37,8 @@ __all__ = [
 
 MAX_JSON = 4 << 20
 MAX_LIST_JSON = 16 << 20
-MAX_SHOWN_PATH = 4096
+MAX_SHOWN_PATH = 2000
+"""Bytes; escaped it can be four times as long."""
 BYTES = (b"content-type", b"application/octet-stream")
 NO_SNIFF = (b"x-content-type-options", b"nosniff")
 

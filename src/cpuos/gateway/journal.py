@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,7 +50,18 @@ class Journal:
         self._cursor = (0, 0, 0)
         """Where the last page ended: entry, segment, position. Pages follow each other."""
         self.last = 0
+        self.instance = self._read_instance()
+        """Whose numbers these are: another one after the journal was lost."""
         self._open_last()
+
+    def _read_instance(self) -> str:
+        path = self._folder / "instance"
+        with suppress(FileNotFoundError):
+            if name := path.read_text().strip():
+                return name
+        name = secrets.token_hex(8)
+        path.write_text(name)
+        return name
 
     def _open_last(self) -> None:
         first = self._segments[-1] if self._segments else 1

@@ -312,8 +312,12 @@ class GatewaySandbox:
         return self.runs.get(command_id)
 
     def oom(self, pids: set[int]) -> list[str]:
-        """Mark the running commands that any of these processes belongs to; their ids."""
-        marked = [run for run in self.runs.values() if run.recorded.record.pid in pids]
+        """Mark the running commands that any of these processes belongs to; their ids.
+
+        Where none is a command's first process it was a child of one: all are marked. A mark counts only for a command
+        that ends by SIGKILL, or with a shell's word for it, in the next seconds.
+        """
+        marked = [run for run in self.runs.values() if run.recorded.record.pid in pids] or list(self.runs.values())
         for run in marked:
             run.oom()
         return [run.id for run in marked]

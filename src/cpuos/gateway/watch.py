@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 
 from cpuos.errors import CpuosError, SandboxGone
-from cpuos.gateway.agent.answers import read_answer
+from cpuos.gateway.agent.answers import read_answer, refusal
 from cpuos.gateway.agent.client import AgentClient
 from cpuos.gateway.agent.connection import AgentConnection
 from cpuos.gateway.agent.http import agent_invalid
@@ -26,7 +27,8 @@ _OVERFLOW = encode_frame(FrameKind.EVENT, b'{"kind":"overflow","path":"","raw":n
 class _Events:
     """Frame sink: holds a bounded number of events for the client."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self._what = what
         self.held: deque[bytes] = deque()
         self.news = asyncio.Event()
         self.error: CpuosError | None = None
@@ -39,6 +41,9 @@ class _Events:
 
     def frame(self, kind: FrameKind, offset: int, payload: memoryview | bytes) -> None:
         if kind is FrameKind.KEEPALIVE or kind is FrameKind.STARTED:
+            return
+        if kind is FrameKind.ERROR:
+            self.error = refusal(bytes(payload), what=self._what)
             return
         if kind is not FrameKind.EVENT:
             raise agent_invalid(f"frame {kind.name} does not belong to a watch")
@@ -53,14 +58,14 @@ class _Events:
 
     def cut(self, error: CpuosError | None) -> None:
         self.connection = None
-        self.error = error
+        self.error = self.error or error
         self.ended = True
         self.news.set()
 
 
 async def send_events(call: Call, agent: AgentClient, target: str, *, what: str) -> None:
     """Stream events until the client leaves or the watch ends."""
-    events = _Events()
+    events = _Events(what)
     await agent.stream("GET", target, sink=events, what=what)
     gone = call.gone()
     gone.add_done_callback(lambda _: events.news.set())
@@ -73,7 +78,9 @@ async def send_events(call: Call, agent: AgentClient, target: str, *, what: str)
                 events.held.clear()
                 await call.put(batch)
             elif events.ended:
-                raise events.error or SandboxGone("cannot watch on: the sandbox's agent ended the watch")
+                error = events.error or SandboxGone("cannot watch on: the sandbox's agent ended the watch")
+                await call.put(encode_frame(FrameKind.ERROR, json.dumps(error.body()).encode()), last=True)
+                return
             else:
                 events.news.clear()
                 try:
