@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
-import httpx2
 
-from cpuos.client._http import Answer, TransportFailure
-from cpuos.client._transport import as_failure, pool_options, timeouts, websocket_options
+from cpuos.client._http import CONNECT_TIMEOUT_S, TransportFailure, websocket_options
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
 __all__ = [
     "Background",
-    "Http",
     "Lock",
-    "StreamAnswer",
     "WebSocket",
     "call_blocking",
+    "connect_socket",
     "consume_blocking",
     "is_stream",
     "iterate_blocking",
@@ -33,6 +31,7 @@ __all__ = [
     "maybe_await",
     "shielded",
     "sleep",
+    "wait_ready",
 ]
 
 T = TypeVar("T")
@@ -42,70 +41,64 @@ sleep = anyio.sleep
 _HOP_BYTES = 1 << 20
 
 
-class Http:
-    """Connections to any number of origins. Usable again after `close`, which ends the open connections."""
-
-    def __init__(self) -> None:
-        self._transports: dict[str, httpx2.AsyncHTTPTransport] = {}
-
-    async def open(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str],
-        content: bytes | AsyncIterable[bytes] | None = None,
-        read_timeout_s: float | None = None,
-    ) -> StreamAnswer:
-        """Send a request; the answer's body is still to come. Raises only TransportFailure."""
-        parts = urlsplit(url)
-        origin = f"{parts.scheme}://{parts.netloc}"
-        transport = self._transports.get(origin)
-        if transport is None:
-            transport = self._transports[origin] = httpx2.AsyncHTTPTransport(**pool_options(url))
-        request = httpx2.Request(method, url, headers=headers, content=content, extensions=timeouts(read_timeout_s))
-        try:
-            return StreamAnswer(await transport.handle_async_request(request))
-        except httpx2.HTTPError as error:
-            raise as_failure(error) from error
-
-    async def request(self, method: str, url: str, **options: Any) -> Answer:
-        answer = await self.open(method, url, **options)
-        try:
-            return Answer(status=answer.status, headers=answer.headers, body=await answer.read())
-        finally:
-            await answer.close()
-
-    async def close(self) -> None:
-        transports, self._transports = self._transports, {}
-        for transport in transports.values():
-            await transport.aclose()
+async def connect_socket(host: str, port: int) -> socket.socket:
+    """A non-blocking TCP connection; TransportFailure when there is none to be had."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            places = await _resolve(loop, host, port)
+            for last, (family, address) in zip(range(len(places) - 1, -1, -1), places, strict=True):
+                connection = socket.socket(family, socket.SOCK_STREAM)
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    await loop.sock_connect(connection, address)
+                    return connection
+                except BaseException as error:
+                    connection.close()
+                    if last == 0 or not isinstance(error, OSError):
+                        raise
+    except (OSError, TimeoutError) as error:
+        raise TransportFailure(str(error) or "no connection within 5 s", sent=False) from error
+    raise TransportFailure(f"{host} has no address", sent=False)
 
 
-class StreamAnswer:
-    """An answer whose body comes in pieces. Close it in any case."""
+async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[tuple[int, Any]]:
+    try:
+        # Numbers need no thread.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found]
 
-    def __init__(self, response: httpx2.Response) -> None:
-        self._response = response
-        self.status = response.status_code
-        self.headers: Mapping[str, str] = response.headers
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes off the wire; a body that stops early raises TransportFailure."""
-        try:
-            async for chunk in self._response.stream:  # type: ignore[union-attr]
-                yield chunk
-        except httpx2.HTTPError as error:
-            raise as_failure(error) from error
+async def wait_ready(connection: socket.socket, *, read: bool, write: bool, timeout_s: float) -> bool:
+    """Wait until it can be read or written; True when it can be read. TimeoutError when neither comes in time."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[bool] = loop.create_future()
+    number = connection.fileno()
 
-    async def read(self) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks()])
+    def settle(readable: bool) -> None:
+        if not ready.done():
+            ready.set_result(readable)
 
-    async def close(self) -> None:
-        try:
-            await self._response.aclose()
-        except httpx2.HTTPError as error:
-            raise as_failure(error) from error
+    def expire() -> None:
+        if not ready.done():
+            ready.set_exception(TimeoutError("nothing came in time"))
+
+    if read:
+        loop.add_reader(number, settle, True)
+    if write:
+        loop.add_writer(number, settle, False)
+    timer = loop.call_later(
+        timeout_s, lambda: ready.done() or ready.set_exception(TimeoutError("nothing came in time"))
+    )
+    try:
+        return await ready
+    finally:
+        timer.cancel()
+        loop.remove_reader(number)
+        loop.remove_writer(number)
 
 
 class WebSocket:

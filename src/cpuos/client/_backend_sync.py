@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
-import httpx2
-
-from cpuos.client._http import Answer, TransportFailure
-from cpuos.client._transport import as_failure, pool_options, timeouts, websocket_options
+from cpuos.client._http import CONNECT_TIMEOUT_S, TransportFailure, websocket_options
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
 
 __all__ = [
     "Background",
-    "Http",
     "Lock",
-    "StreamAnswer",
     "WebSocket",
     "call_blocking",
+    "connect_socket",
     "consume_blocking",
     "is_stream",
     "iterate_blocking",
@@ -31,6 +28,7 @@ __all__ = [
     "maybe_await",
     "shielded",
     "sleep",
+    "wait_ready",
 ]
 
 T = TypeVar("T")
@@ -38,74 +36,25 @@ Lock = threading.Lock
 sleep = time.sleep
 
 
-class Http:
-    """Connections to any number of origins, for any number of threads. Usable again after `close`."""
-
-    def __init__(self) -> None:
-        self._transports: dict[str, httpx2.HTTPTransport] = {}
-        # Guards the making of transports: two threads must not make two for one origin.
-        self._lock = threading.Lock()
-
-    def open(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str],
-        content: bytes | Iterable[bytes] | None = None,
-        read_timeout_s: float | None = None,
-    ) -> StreamAnswer:
-        """Send a request; the answer's body is still to come. Raises only TransportFailure."""
-        parts = urlsplit(url)
-        origin = f"{parts.scheme}://{parts.netloc}"
-        transport = self._transports.get(origin)
-        if transport is None:
-            with self._lock:
-                transport = self._transports.get(origin) or httpx2.HTTPTransport(**pool_options(url))
-                self._transports[origin] = transport
-        request = httpx2.Request(method, url, headers=headers, content=content, extensions=timeouts(read_timeout_s))
-        try:
-            return StreamAnswer(transport.handle_request(request))
-        except httpx2.HTTPError as error:
-            raise as_failure(error) from error
-
-    def request(self, method: str, url: str, **options: Any) -> Answer:
-        answer = self.open(method, url, **options)
-        try:
-            return Answer(status=answer.status, headers=answer.headers, body=answer.read())
-        finally:
-            answer.close()
-
-    def close(self) -> None:
-        with self._lock:
-            transports, self._transports = self._transports, {}
-        for transport in transports.values():
-            transport.close()
+def connect_socket(host: str, port: int) -> socket.socket:
+    """A non-blocking TCP connection; TransportFailure when there is none to be had."""
+    try:
+        connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+    except OSError as error:
+        raise TransportFailure(str(error) or "no connection within 5 s", sent=False) from error
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setblocking(False)
+    return connection
 
 
-class StreamAnswer:
-    """An answer whose body comes in pieces. Close it in any case."""
-
-    def __init__(self, response: httpx2.Response) -> None:
-        self._response = response
-        self.status = response.status_code
-        self.headers: Mapping[str, str] = response.headers
-
-    def chunks(self) -> Iterator[bytes]:
-        """The body as it comes off the wire; a body that stops early raises TransportFailure."""
-        try:
-            yield from self._response.stream  # type: ignore[misc]
-        except httpx2.HTTPError as error:
-            raise as_failure(error) from error
-
-    def read(self) -> bytes:
-        return b"".join(self.chunks())
-
-    def close(self) -> None:
-        try:
-            self._response.close()
-        except httpx2.HTTPError as error:
-            raise as_failure(error) from error
+def wait_ready(connection: socket.socket, *, read: bool, write: bool, timeout_s: float) -> bool:
+    """Wait until it can be read or written; True when it can be read. TimeoutError when neither comes in time."""
+    poller = select.poll()
+    poller.register(connection, (select.POLLIN if read else 0) | (select.POLLOUT if write else 0))
+    found = poller.poll(timeout_s * 1000)
+    if not found:
+        raise TimeoutError("nothing came in time")
+    return bool(found[0][1] & (select.POLLIN | select.POLLHUP | select.POLLERR))
 
 
 class WebSocket:

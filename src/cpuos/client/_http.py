@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from cpuos.errors import CpuosError, PlatformError, Unavailable, error_from_body
 
 __all__ = [
     "BRIEF",
+    "CONNECT_TIMEOUT_S",
     "PATIENT",
     "Answer",
     "Once",
@@ -25,8 +26,13 @@ __all__ = [
     "TransportFailure",
     "answer_error",
     "encode_query",
+    "needs_httpx",
+    "proxy_of",
     "unreachable",
+    "websocket_options",
 ]
+
+CONNECT_TIMEOUT_S = 5.0
 
 QueryValue = str | bytes | int | float | bool | list[str] | None
 # Answers that say "not now": the part behind is restarting. 429 is an answer about limits, so it is never repeated.
@@ -36,10 +42,12 @@ _PASSING_CODES = frozenset({"server_unavailable", "gateway_unavailable", "idempo
 class TransportFailure(Exception):
     """The connection failed. `sent` False: the request certainly did not reach the other side."""
 
-    def __init__(self, reason: str, *, sent: bool) -> None:
+    def __init__(self, reason: str, *, sent: bool, stale: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.sent = sent
+        self.stale = stale
+        """An idle connection that the other side was closing: a new one need not wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +64,37 @@ class Once:
     """A body that can be sent one time only."""
 
     chunks: Any
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that the environment names for this URL. Calls to this machine never go through one."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if (
+        host in ("localhost", "::1")
+        or host.startswith("127.")
+        or not any(name.lower().endswith("_proxy") for name in os.environ)
+    ):
+        return None
+    from urllib.request import getproxies, proxy_bypass
+
+    return None if proxy_bypass(host) else getproxies().get(parts.scheme)
+
+
+def needs_httpx(url: str) -> bool:
+    """True for what is more than HTTP over plain TCP."""
+    return url.startswith("https:") or proxy_of(url) is not None
+
+
+def websocket_options(url: str) -> dict[str, Any]:
+    """A terminal's WebSocket: no compression, messages as large as a frame."""
+    return {
+        "compression": None,
+        "max_size": 2 << 20,
+        "open_timeout": CONNECT_TIMEOUT_S,
+        "close_timeout": 2.0,
+        "proxy": proxy_of(url.replace("ws", "http", 1)),
+    }
 
 
 def encode_query(values: Mapping[str, QueryValue]) -> str:
@@ -122,7 +161,8 @@ class Retry:
 
     def after_failure(self, failure: TransportFailure) -> float | None:
         """A request that may have arrived is repeated only when a repeat changes nothing."""
-        return self._next_delay() if self._repeatable or not failure.sent else None
+        delay = self._next_delay() if self._repeatable or not failure.sent else None
+        return 0.0 if failure.stale and delay is not None else delay
 
     def after_error(self, error: CpuosError) -> float | None:
         return self._next_delay() if self._repeatable and error.code in _PASSING_CODES else None

@@ -47,6 +47,9 @@ def load_config(
             code="key_missing",
             hint="cpuos up",
         )
+    key = key.strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise AuthenticationError("cannot use the API key: it has characters that no key has", "see CPUOS_API_KEY")
     return Config(api_url=url, api_key=key)
 
 

@@ -12,8 +12,16 @@ from pathlib import Path
 import pytest
 
 import cpuos
-from cpuos.client._http import BRIEF, PATIENT, Retry, Ticket, TransportFailure, answer_error, encode_query
-from cpuos.client._transport import pool_options
+from cpuos.client._http import (
+    PATIENT,
+    Retry,
+    Ticket,
+    TransportFailure,
+    answer_error,
+    encode_query,
+    needs_httpx,
+    proxy_of,
+)
 from cpuos.client.config import load_config
 from cpuos.errors import AuthenticationError, Conflict, InvalidRequest, Unavailable
 
@@ -98,7 +106,6 @@ def test_retries_are_bounded_and_only_where_safe() -> None:
         waits.append(delay)
     assert len(waits) == PATIENT.attempts - 1
     assert 8 < sum(waits) < 16
-    assert sum(iter(Retry(BRIEF, repeatable=True).after_failure, None)) if False else True
     retry.progress()
     assert retry.after_failure(sent) is not None
     assert Retry(PATIENT, repeatable=True).after_error(Unavailable("x")) is not None
@@ -143,6 +150,9 @@ def test_calls_to_this_machine_pass_no_proxy(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("http_proxy", "http://proxy.test:3128")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert pool_options("http://127.0.0.1:7070")["proxy"] is None
-    assert pool_options("http://localhost:7070")["proxy"] is None
-    assert pool_options("http://cpuos.test:7070")["proxy"] == "http://proxy.test:3128"
+    assert proxy_of("http://127.0.0.1:7070") is None
+    assert proxy_of("http://localhost:7070") is None
+    assert proxy_of("http://cpuos.test:7070") == "http://proxy.test:3128"
+    assert needs_httpx("http://cpuos.test:7070")
+    assert needs_httpx("https://127.0.0.1")
+    assert not needs_httpx("http://127.0.0.1")

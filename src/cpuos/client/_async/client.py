@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from cpuos.client._async.connection import AsyncServer
-from cpuos.client._backend_async import Http
+from cpuos.client._async.http import AsyncHttp
 from cpuos.client._http import Answer
 from cpuos.client._parse import parse_answer
 from cpuos.client.config import load_config
@@ -24,7 +24,7 @@ class AsyncClient:
 
     def __init__(self, api_url: str | None = None, api_key: str | None = None) -> None:
         self.config = load_config(api_url, api_key)
-        self.http = Http()
+        self.http = AsyncHttp()
         self.server = AsyncServer(self.http, url=self.config.api_url, key=self.config.api_key)
 
     async def call(self, method: str, path: str, **options: Any) -> Answer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Mapping
 
-from cpuos.client._backend_async import Http, Lock, StreamAnswer, sleep
+from cpuos.client._async.http import AsyncHttp, AsyncStreamAnswer
+from cpuos.client._backend_async import Lock, sleep
 from cpuos.client._http import (
     BRIEF,
     PATIENT,
@@ -33,7 +34,7 @@ class AsyncConnection:
 
     _error_code = "server_unavailable"
 
-    def __init__(self, http: Http) -> None:
+    def __init__(self, http: AsyncHttp) -> None:
         self._http = http
         self._patience = BRIEF
 
@@ -47,7 +48,7 @@ class AsyncConnection:
         content: Content = None,
         repeatable: bool = True,
         read_timeout_s: float | None = None,
-    ) -> StreamAnswer:
+    ) -> AsyncStreamAnswer:
         """An answer under 400, its body still to come. `repeatable`: sending it twice is the same as once."""
         once = isinstance(content, Once)
         target = path + encode_query(query) if query else path
@@ -108,7 +109,7 @@ class AsyncConnection:
 class AsyncServer(AsyncConnection):
     """The control plane, opened by the API key."""
 
-    def __init__(self, http: Http, *, url: str, key: str) -> None:
+    def __init__(self, http: AsyncHttp, *, url: str, key: str) -> None:
         super().__init__(http)
         self._url = url
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
@@ -122,7 +123,7 @@ class AsyncGateway(AsyncConnection):
 
     _error_code = "gateway_unavailable"
 
-    def __init__(self, http: Http, server: AsyncServer, *, sandbox_id: str, ticket: Ticket | None = None) -> None:
+    def __init__(self, http: AsyncHttp, server: AsyncServer, *, sandbox_id: str, ticket: Ticket | None = None) -> None:
         super().__init__(http)
         self._server = server
         self._patience = PATIENT
@@ -168,7 +169,7 @@ def make_ticket(access: Access, answer: Answer) -> Ticket:
     )
 
 
-async def _read_error(answer: StreamAnswer) -> CpuosError:
+async def _read_error(answer: AsyncStreamAnswer) -> CpuosError:
     try:
         return answer_error(answer.status, await answer.read())
     finally:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from cpuos.client._backend_sync import Http
 from cpuos.client._http import Answer
 from cpuos.client._parse import parse_answer
 from cpuos.client._sync.connection import Server
+from cpuos.client._sync.http import Http
 from cpuos.client.config import load_config
 from cpuos.types.audit import AuditList
 

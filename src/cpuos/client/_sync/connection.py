@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from cpuos.client._backend_sync import Http, Lock, StreamAnswer, sleep
+from cpuos.client._backend_sync import Lock, sleep
 from cpuos.client._http import (
     BRIEF,
     PATIENT,
@@ -20,6 +20,7 @@ from cpuos.client._http import (
     unreachable,
 )
 from cpuos.client._parse import parse_answer
+from cpuos.client._sync.http import Http, StreamAnswer
 from cpuos.errors import CpuosError
 from cpuos.types.sandbox import Access
 
