@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -256,6 +257,30 @@ class Server:
             except CpuosError:
                 pass
             await self.plane.tasks.shared_ended()
+
+
+async def check_nothing_is_left(server: Server) -> None:
+    """Records, node, gateway, promises and open work agree."""
+    records = (await server.http.get("/v1/sandboxes?state=all")).json()["sandboxes"]
+    running = {one["id"] for one in records if one["state"] == "running"}
+    assert {one["state"] for one in records} <= {"running", "stopped", "failed", "lost"}
+    assert all(one["reason"] and one["ended_at"] for one in records if one["state"] != "running")
+    node, gateway = server.installation.node, server.installation.gateway
+    assert set(node.sandboxes) == running
+    assert all(facts.alive for facts in node.sandboxes.values())
+    assert set(gateway.attached) == running
+    assert (await server.http.get("/v1/capacity")).json()["sandboxes"]["reserved"] == len(running)
+    database = server.installation.folder / "cpuos.db"
+    with closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("SELECT count(*) FROM open_intents").fetchone() == (0,)
+        assert connection.execute("SELECT count(*) FROM idempotency WHERE status IS NULL").fetchone() == (0,)
+        uneven = "SELECT count(*) FROM audit GROUP BY coalesce(intent_id, id) HAVING count(*) > 2"
+        assert connection.execute(uneven).fetchall() == []
+        unanswered = (
+            "SELECT count(*) FROM audit a WHERE phase = 'intent' AND source IS NULL"
+            " AND NOT EXISTS (SELECT 1 FROM audit o WHERE o.intent_id = a.id)"
+        )
+        assert connection.execute(unanswered).fetchone() == (0,)
 
 
 async def until(condition: Callable[[], Awaitable[bool]], *, within_s: float = 20) -> None:
