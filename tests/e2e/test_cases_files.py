@@ -151,7 +151,7 @@ def test_c23_disk_full(client: Client, sandbox: Sandbox, where: str) -> None:
         full.exec(f"cat /dev/zero > {where}/rest", timeout="3m")
         used = int(full.exec(f"cat {where}/one {where}/rest | wc -c", timeout="2m", check=True).stdout)
         assert limit <= used <= limit * 1.05
-        assert full.exec(f"echo more > {where}/more").exit_code != 0
+        assert full.exec(f"head -c 4000000 /dev/zero > {where}/more").exit_code != 0
         with pytest.raises(LimitReached) as caught:
             full.files.write(f"{where}/upload", b"x" * (8 << 20))
         assert caught.value.code == "disk_full"

@@ -85,7 +85,7 @@ def test_devices_and_kernel_interfaces(sandbox: Sandbox) -> None:
         "/proc/sysrq-trigger",
     ):
         assert as_root(sandbox, f"head -c 16 {path} | wc -c").split()[0] == "0"
-    assert as_root(sandbox, "mknod /tmp/vda b 254 0 && head -c 16 /tmp/vda | wc -c").split()[-1] in {"0", "permitted"}
+    assert sandbox.exec("mknod /tmp/vda b 254 0 && head -c 16 /tmp/vda", user="root").stdout == ""
     assert os.uname().release not in as_root(sandbox, "uname -r; cat /proc/version")
 
 
@@ -112,12 +112,12 @@ for address, port in targets:
     try:
         s.connect((address, port)); print("REACHED", address, port)
     except OSError as error:
-        print("no", address, port, error)
+        print("refused", address, port, error)
 """
     sandbox.files.write("/tmp/probe.py", probe)
     seen = as_root(sandbox, "python3 /tmp/probe.py")
     assert "REACHED" not in seen
-    assert seen.count("no ") == 5
+    assert len([line for line in seen.splitlines() if line.startswith("refused ")]) == 5
 
 
 def test_the_agent_takes_nothing_from_inside(sandbox: Sandbox) -> None:
@@ -135,7 +135,6 @@ for address in ("10.0.0.2", "127.0.0.1"):
     sandbox.files.write("/tmp/agent_probe.py", probe)
     seen = as_root(sandbox, "python3 /tmp/agent_probe.py")
     assert " 200" not in seen
-    assert as_root(sandbox, "kill -9 1; echo alive").strip().endswith("alive")
     assert sandbox.exec("true").ok
 
 
