@@ -78,7 +78,7 @@ async def test_output_in_mid_stream_survives(process: GatewayProcess, mint: Tick
         if end is not None:
             break
         await process.start()
-    assert end["status"], end["exit_code"] == ("exited", 5)
+    assert (end["status"], end["exit_code"]) == ("exited", 5)
     assert received[FrameKind.STDERR] == b"err\n"
     assert received[FrameKind.STDOUT] == b"".join(b"%d\n" % n for n in range(1, 3001)) * 300
 
