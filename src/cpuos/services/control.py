@@ -100,7 +100,7 @@ def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid:
     with _one_at_a_time(settings):
         record = read_record(settings)
         if not keep_sandboxes:
-            end_sandboxes(settings, uid=calling_user() if uid is None else uid)
+            _end_sandboxes(settings, uid=calling_user() if uid is None else uid)
         if record is not None:
             _stop(record)
         if not keep_sandboxes:
@@ -112,7 +112,7 @@ def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid:
     return record is not None
 
 
-def end_sandboxes(settings: Settings, *, uid: int) -> None:
+def _end_sandboxes(settings: Settings, *, uid: int) -> None:
     """Kill through the server, so that its records say who ended them; what is left then, at the node."""
     url = read_endpoint(settings.server_endpoint)
     key = read_credentials(credentials_path(settings, uid=uid)).get("api_key", "")

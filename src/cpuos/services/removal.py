@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 from cpuos.errors import Conflict, SetupRequired
@@ -16,6 +14,7 @@ from cpuos.services.groups import remove_groups
 from cpuos.settings import DEFAULT_RUN_DIR, Settings, load_settings, read_endpoint
 from cpuos.setup.host import Host
 from cpuos.setup.source import LINK, command_lines
+from cpuos.setup.trees import is_below, mount_points, remove_tree
 from cpuos.setup.users import remove_users
 
 __all__ = ["uninstall"]
@@ -52,7 +51,7 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
     # Last, for this very program may lie below.
     for folder in folders:
         if folder.exists():
-            _remove_tree(folder)
+            remove_tree(folder)
             removed.append(str(folder))
     return removed
 
@@ -61,14 +60,14 @@ def _remove_mounts(settings: Settings) -> list[str]:
     """Mounts below run and state directory, deepest first, and loop devices on images below them."""
     removed = []
     roots = [os.path.realpath(path) for path in (settings.run_dir, settings.state_dir)]
-    for point in sorted(_mount_points(), key=len, reverse=True):
-        if any(_is_below(point, root) for root in roots):
+    for point in sorted(mount_points(), key=len, reverse=True):
+        if any(is_below(point, root) for root in roots):
             subprocess.run(["umount", "--lazy", point], capture_output=True)
             removed.append(f"mount {point}")
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):
             image = backing.read_text().strip()
-            if any(_is_below(image, root) for root in roots):
+            if any(is_below(image, root) for root in roots):
                 device = f"/dev/{backing.parts[3]}"
                 subprocess.run(["losetup", "--detach", device], capture_output=True)
                 removed.append(f"loop device {device}")
@@ -87,23 +86,6 @@ def _remove_credentials(settings: Settings, *, uid: int, api_url: str | None) ->
     return [str(path)]
 
 
-def _remove_tree(folder: Path) -> None:
-    """Refuses to descend into a mount that is still there: an rmtree through it would delete what is not ours."""
-    left = [point for point in _mount_points() if _is_below(point, os.path.realpath(folder))]
-    if left:
-        raise Conflict(f"cannot remove {folder}", f"still mounted: {', '.join(left)}", hint=f"umount {left[0]}")
-    shutil.rmtree(folder)
-
-
 def _daemons_of(settings: Settings) -> list[str]:
     prefix = f"{settings.venv_dir}/"
     return [pid for pid, line in command_lines() if line.startswith(prefix) and " -m cpuos." in line.replace("\0", " ")]
-
-
-def _mount_points() -> Iterable[str]:
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        yield line.split()[4].encode().decode("unicode_escape")
-
-
-def _is_below(path: str, root: str) -> bool:
-    return path == root or path.startswith(f"{root}/")

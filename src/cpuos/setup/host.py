@@ -101,7 +101,8 @@ class Host:
         tail: collections.deque[str] = collections.deque(maxlen=12)
         try:
             process = subprocess.Popen(
-                argv,
+                # A set-up that is killed must not leave builders behind, for the next one works in the same folders.
+                ["setpriv", "--pdeathsig", "TERM", "--", *argv],
                 cwd=cwd,
                 env=_environment(env),
                 stdin=subprocess.DEVNULL,

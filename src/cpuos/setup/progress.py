@@ -15,7 +15,16 @@ from rich.status import Status
 if TYPE_CHECKING:
     from cpuos.setup.engine import Step
 
-__all__ = ["LiveProgress", "PlainProgress", "Progress", "QuietProgress", "choose_progress"]
+__all__ = [
+    "LiveProgress",
+    "PlainProgress",
+    "Progress",
+    "QuietProgress",
+    "choose_progress",
+    "duration_text",
+    "plan_lines",
+    "size_text",
+]
 
 
 class Progress(Protocol):

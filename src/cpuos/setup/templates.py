@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import time
 import uuid
 from importlib import resources
@@ -19,6 +18,7 @@ from cpuos.errors import SetupRequired
 from cpuos.setup.apt_sources import acquire_options, distribution_sources, without_credentials
 from cpuos.setup.erofs import stamp_image
 from cpuos.setup.host import Host
+from cpuos.setup.trees import remove_tree
 
 __all__ = ["TEMPLATES", "Template", "build_template", "template_is_current"]
 
@@ -86,7 +86,7 @@ def template_is_current(host: Host, template: Template) -> bool:
 def build_template(host: Host, template: Template) -> None:
     """Build the image and its manifest, and put both in place at once; the earlier image stays until then."""
     work = host.settings.cache_dir / f"build-{template.name}"
-    shutil.rmtree(work, ignore_errors=True)
+    remove_tree(work)
     work.mkdir(parents=True)
     started = time.time()
     try:
@@ -115,7 +115,7 @@ def build_template(host: Host, template: Template) -> None:
         (work / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
         _put_in_place(work, host.settings.template_dir / template.name)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        remove_tree(work)
 
 
 def _make_root(host: Host, template: Template, *, root: Path, files: Path) -> None:
@@ -161,7 +161,7 @@ def _make_root(host: Host, template: Template, *, root: Path, files: Path) -> No
     environment = {"TMPDIR": str(files.parent)}
 
     def build() -> None:
-        shutil.rmtree(root, ignore_errors=True)
+        remove_tree(root)
         host.run(argv, env=environment)
 
     host.retry(build)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import io
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cpuos.errors import CpuosError, SetupRequired, Unavailable
+from cpuos.services.processes import find_process
 from cpuos.settings import Settings, load_settings
 from cpuos.setup.engine import Step, set_up
 from cpuos.setup.host import RETRY_DELAYS_S, CommandError, Host
@@ -54,6 +58,7 @@ def test_continues_where_it_stopped(settings: Settings) -> None:
 
     with pytest.raises(SetupRequired) as caught:
         run(settings, [step("one"), step("two", fail), step("three")], hint="make demo")
+    assert caught.value.code == "setup_required"
     text = str(caught.value)
     assert "the step 'two' failed" in text
     assert "E: mirror is away" in text
@@ -185,3 +190,19 @@ def test_errors_of_ours_keep_their_hint(settings: Settings) -> None:
     with pytest.raises(CpuosError) as caught:
         run(settings, [step("one", fail)])
     assert caught.value.hint == "apt-get install uv"
+
+
+def test_a_killed_set_up_leaves_no_command_behind(settings: Settings) -> None:
+    code = (
+        "import io, sys; from cpuos.settings import load_settings; from cpuos.setup.host import Host\n"
+        "Host(load_settings(), log=io.StringIO(), show=lambda line: print(line, flush=True))"
+        ".run(['sh', '-c', 'echo $$; exec sleep 1000'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        builder = int(child.stdout.readline())
+        child.kill()
+        deadline = time.monotonic() + 10
+        while find_process(builder) is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
