@@ -13,6 +13,7 @@ import time
 import uuid
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from cpuos.errors import SetupRequired
 from cpuos.setup.apt_sources import acquire_options, distribution_sources, without_credentials
@@ -25,6 +26,9 @@ __all__ = ["TEMPLATES", "Template", "build_template", "template_is_current"]
 EPOCH = 1735689600
 """What was made during a build is dated so (2025-01-01): equal packages give equal images."""
 
+# What a manifest calls the things of the host that the operator had carried in.
+_CERTIFICATES = "host certificates"
+_MIRRORS = "host mirrors"
 _BASE = """
     adduser bash bzip2 ca-certificates coreutils curl diffutils file findutils git grep gzip hostname iproute2
     iputils-ping jq less make nano netbase openssh-client patch procps psmisc ripgrep sed sqlite3 sudo tar tzdata unzip
@@ -69,15 +73,12 @@ TEMPLATES = (
 
 
 def template_is_current(host: Host, template: Template) -> bool:
-    """Whether the image is there and was built from this definition."""
-    folder = host.settings.template_dir / template.name
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
-        return False
-    image = folder / "root.erofs"
+    """Whether the image is there, was built from this definition, and holds what the operator wants carried in."""
+    manifest = _read_manifest(host, template)
+    image = host.settings.template_dir / template.name / "root.erofs"
     return (
-        manifest.get("definition") == _definition(host, template)
+        manifest.get("definition") == _definition(template)
+        and _wanted(host) <= set(manifest.get("carried", []))
         and image.is_file()
         and image.stat().st_size == manifest.get("size")
     )
@@ -89,9 +90,11 @@ def build_template(host: Host, template: Template) -> None:
     remove_tree(work)
     work.mkdir(parents=True)
     started = time.time()
+    # What was once wanted stays wanted: a later set-up without the option does not undo it.
+    carried = _wanted(host) | set(_read_manifest(host, template).get("carried", []))
     try:
         root, files = work / "root", work / "files"
-        _lay_out_files(host, files)
+        _lay_out_files(host, files, carried=carried)
         _make_root(host, template, root=root, files=files)
         packages = _read_packages(root)
         _date_new_files(root, since=started)
@@ -110,7 +113,8 @@ def build_template(host: Host, template: Template) -> None:
             "distribution": _distribution()["PRETTY_NAME"],
             "architecture": platform.machine(),
             "packages": packages,
-            "definition": _definition(host, template),
+            "definition": _definition(template),
+            "carried": sorted(carried),
         }
         (work / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
         _put_in_place(work, host.settings.template_dir / template.name)
@@ -167,12 +171,12 @@ def _make_root(host: Host, template: Template, *, root: Path, files: Path) -> No
     host.retry(build)
 
 
-def _lay_out_files(host: Host, files: Path) -> None:
+def _lay_out_files(host: Host, files: Path, *, carried: set[str]) -> None:
     """The files laid over the root: public apt sources, and of the host only what the operator asked for."""
     apt = files / "etc" / "apt"
     apt.mkdir(parents=True)
     codename = _distribution()["VERSION_CODENAME"]
-    if host.settings.template_host_mirrors:
+    if _MIRRORS in carried:
         sources = [
             dataclasses.replace(source, uris=tuple(without_credentials(uri) for uri in source.uris))
             for source in distribution_sources(codename)
@@ -193,7 +197,7 @@ def _lay_out_files(host: Host, files: Path) -> None:
             f"--components={_components(codename)}",
         ]
         host.run([*argv, "--format=null", copy, codename])
-    if host.settings.template_host_ca:
+    if _CERTIFICATES in carried:
         _write_host_certificates(files / "usr" / "local" / "share" / "ca-certificates")
 
 
@@ -242,14 +246,23 @@ def _put_in_place(work: Path, target: Path) -> None:
         (work / name).replace(target / name)
 
 
-def _definition(host: Host, template: Template) -> str:
+def _read_manifest(host: Host, template: Template) -> dict[str, Any]:
+    try:
+        manifest = json.loads((host.settings.template_dir / template.name / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def _wanted(host: Host) -> set[str]:
+    settings = host.settings
+    wanted = {_CERTIFICATES: settings.template_host_ca, _MIRRORS: settings.template_host_mirrors}
+    return {name for name, is_wanted in wanted.items() if is_wanted}
+
+
+def _definition(template: Template) -> str:
     script = resources.files("cpuos.setup").joinpath("customize.sh").read_text()
-    parts = [
-        ",".join(template.packages),
-        script,
-        _distribution()["VERSION_CODENAME"],
-        f"ca={host.settings.template_host_ca} mirrors={host.settings.template_host_mirrors}",
-    ]
+    parts = [",".join(template.packages), script, _distribution()["VERSION_CODENAME"]]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 import struct
 import subprocess
@@ -10,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from cpuos.errors import SetupRequired
+from cpuos.settings import load_settings
 from cpuos.setup.apt_sources import acquire_options, distribution_sources, without_credentials
 from cpuos.setup.erofs import stamp_image
-from cpuos.setup.templates import TEMPLATES
+from cpuos.setup.host import Host
+from cpuos.setup.templates import TEMPLATES, template_is_current
 
 
 def write_sources(etc: Path) -> None:
@@ -114,3 +118,25 @@ def test_only_an_image_is_stamped(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(8192))
     with pytest.raises(SetupRequired, match="not an EROFS image"):
         stamp_image(tmp_path / "x", 0)
+
+
+def test_what_the_operator_had_carried_in_stays(tmp_path: Path) -> None:
+    from cpuos.setup import templates
+
+    plain = Host(load_settings(data_dir=tmp_path), log=io.StringIO())
+    asking = Host(load_settings(data_dir=tmp_path, template_host_ca=True), log=io.StringIO())
+    template = TEMPLATES[0]
+    folder = tmp_path / "templates" / template.name
+    folder.mkdir(parents=True)
+    (folder / "root.erofs").write_bytes(b"image")
+    manifest = {"definition": templates._definition(template), "size": 5, "carried": []}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert template_is_current(plain, template)
+    assert not template_is_current(asking, template)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "carried": ["host certificates"]}))
+    assert template_is_current(plain, template)
+    assert template_is_current(asking, template)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "definition": "other"}))
+    assert not template_is_current(plain, template)
+    (folder / "manifest.json").write_text("[]")
+    assert not template_is_current(plain, template)
