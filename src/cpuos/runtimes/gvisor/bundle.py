@@ -73,7 +73,7 @@ def _oci_spec(spec: SandboxSpec, *, bundle: Path, cgroups_path: str) -> dict[str
             "dev.gvisor.spec.rootfs.source": str(spec.template_image),
             "dev.gvisor.spec.rootfs.type": "erofs",
             "dev.gvisor.spec.rootfs.overlay": f"dir={spec.disk / 'overlay'}",
-            "dev.gvisor.spec.rootfs.options": f"size={spec.disk_mib}m",
+            "dev.gvisor.spec.rootfs.options": f"size={_layer_mib(spec.disk_mib)}m",
         },
         "linux": {
             "cgroupsPath": cgroups_path,
@@ -88,6 +88,11 @@ def _oci_spec(spec: SandboxSpec, *, bundle: Path, cgroups_path: str) -> dict[str
             ],
         },
     }
+
+
+def _layer_mib(disk_mib: int) -> int:
+    """Limit of the root's writable layer. gVisor takes its bookkeeping out of it: 1 % more keeps the number usable."""
+    return disk_mib + max(1, disk_mib // 100)
 
 
 def _process(spec: SandboxSpec) -> dict[str, Any]:
