@@ -102,6 +102,16 @@ class FakeAgent:
                 return HttpResponse(json=self._hello())
             case "GET", ["commands"]:
                 return HttpResponse(json={"commands": self.commands.list()})
+            case "GET", ["commands", command_id]:
+                return HttpResponse(json=self.commands.get(command_id).facts())
+            case "POST", ["commands", command_id, "stdin"]:
+                command = self.commands.get(command_id)
+                data = b"".join([piece async for piece in request.body()])
+                end = request.flag("end", default=False)
+                return HttpResponse(json={"stdin": await command.post_stdin(data, request.number("offset"), end=end)})
+            case "POST", ["commands", command_id, "resize"]:
+                self.commands.get(command_id).resize(await request.json())
+                return HttpResponse(json={})
             case "POST", ["commands", command_id, "attach"]:
                 offsets = {name: request.number(name) for name in ("stdout", "stderr")}
                 await self.commands.get(command_id).stream(request, offsets=offsets)
@@ -113,10 +123,10 @@ class FakeAgent:
                 return HttpResponse(json=command.facts())
             case "DELETE", ["commands", command_id]:
                 self.commands.remove(command_id)
-                return HttpResponse(status=204)
+                return HttpResponse(json={})
             case "POST", ["clock"] | ["shutdown"]:
                 await request.json()
-                return HttpResponse(status=204)
+                return HttpResponse(json={})
         raise GuestError("not_found", f"no route {request.method} {request.path}")
 
     def _accept_identity(self, body: dict[str, str]) -> dict[str, object]:

@@ -27,6 +27,8 @@ RING_BYTES = 1 << 20
 COPY_BYTES = 64 << 10
 QUIET_S = 0.1
 KEEPALIVE_S = 5.0
+STDIN_BYTES = 1 << 20
+MAX_COMMANDS = 512
 
 
 class Ring:
@@ -72,9 +74,11 @@ class FakeCommand:
         self._stdin: int | None = None
         self._terminal: int | None = None
         self._kill_reason: tuple[str, str] | None = None
+        self._sent_signals: dict[int, str] = {}
         self._started = time.monotonic()
         self._last_output = 0.0
         self._tasks: list[asyncio.Task[None]] = []
+        self._streaming: asyncio.Task[Any] | None = None
 
     @property
     def argv(self) -> list[str]:
@@ -218,6 +222,8 @@ class FakeCommand:
         reason = ""
         if self._kill_reason is not None:
             status, reason = self._kill_reason
+        elif -code in self._sent_signals:
+            status, reason = "killed", self._sent_signals[-code]
         copied = [copy for copy in self._copying.values() if not isinstance(copy, bytearray)]
         for copy in copied:
             copy.close()
@@ -251,6 +257,7 @@ class FakeCommand:
             self._kill_reason = self._kill_reason or ("killed", reason)
             await self.kill_tree()
         else:
+            self._sent_signals[number] = reason
             self._signal_tree(number)
 
     async def kill_tree(self) -> None:
@@ -273,8 +280,19 @@ class FakeCommand:
     def take_stdin(self, data: bytes, offset: int) -> None:
         """Bytes already taken are skipped. They wait here until the program reads: nothing behind them is blocked."""
         end = self.stdin_taken + len(self._stdin_waiting)
+        if offset > end:
+            raise GuestError("invalid", f"stdin was taken until {end}")
         self._stdin_waiting += data[max(0, end - offset) :]
         self._wake_stdin()
+
+    async def post_stdin(self, data: bytes, offset: int, *, end: bool) -> int:
+        """The ordinary call: returns when all but the last 1 MiB is with the program."""
+        self.take_stdin(data, offset)
+        if end:
+            self.end_stdin()
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self._stdin_waiting) <= STDIN_BYTES or self.ended is not None)
+        return self.stdin_taken + len(self._stdin_waiting)
 
     def end_stdin(self) -> None:
         self._stdin_ends = True
@@ -308,18 +326,36 @@ class FakeCommand:
 
     def facts(self) -> dict[str, Any]:
         counts = {f"{name}_bytes": ring.end for name, ring in self.rings.items()}
-        running = {"status": "running", **counts}
-        return {"id": self.id, "pid": self.pid, **(self.ended or running)}
+        unknown = dict.fromkeys(("exit_code", "signal", "limit", "output_path"))
+        running = {
+            "status": "running",
+            "reason": "",
+            "duration_s": time.monotonic() - self._started,
+            **unknown,
+            **counts,
+        }
+        return {"id": self.id, "pid": self.pid, "stdin_bytes": self.stdin_taken, **(self.ended or running)}
 
     # streams
 
     async def stream(self, request: HttpRequest, *, offsets: dict[str, int]) -> None:
-        """Send frames from these offsets until the end; take frames of the host meanwhile."""
+        """Send frames from these offsets until the end; take frames of the host meanwhile. The newest stream counts."""
+        for name, offset in offsets.items():
+            if offset > self.rings[name].end:
+                raise GuestError("invalid", f"{name} was written until {self.rings[name].end}")
+        if self._streaming is not None:
+            self._streaming.cancel()
         for name, offset in offsets.items():
             self.rings[name].drop_until(offset)
         await request.upgrade()
+        self._streaming = asyncio.current_task()
+        gaps = {name: (offset, self.rings[name].start) for name, offset in offsets.items()}
         started = {"pid": self.pid, "stdin": self.stdin_taken}
         request.writer.write(encode_frame(FrameKind.STARTED, json.dumps(started).encode()))
+        for name, (first, kept) in gaps.items():
+            if first < kept:
+                gap = {"stream": name, "from": first, "to": kept}
+                request.writer.write(encode_frame(FrameKind.GAP, json.dumps(gap).encode()))
         taking = asyncio.create_task(self._take_frames(request))
         sending = asyncio.create_task(self._send_frames(request, offsets))
         try:
@@ -328,6 +364,8 @@ class FakeCommand:
             for task in (taking, sending):
                 task.cancel()
             await asyncio.gather(taking, sending, return_exceptions=True)
+            if self._streaming is asyncio.current_task():
+                self._streaming = None
 
     async def _send_frames(self, request: HttpRequest, offsets: dict[str, int]) -> None:
         kinds = {"stdout": FrameKind.STDOUT, "stderr": FrameKind.STDERR}
@@ -363,11 +401,10 @@ class FakeCommand:
         decoder = FrameDecoder()
         while data := await request.reader.read(256 << 10):
             try:
-                frames = list(decoder.feed(data))
-            except FrameError:
+                for frame in decoder.feed(data):
+                    await self._take(frame.kind, frame.payload, frame.offset)
+            except (FrameError, GuestError):  # out of contract: the stream ends
                 return
-            for frame in frames:
-                await self._take(frame.kind, frame.payload, frame.offset)
 
     async def _take(self, kind: FrameKind, payload: bytes, offset: int) -> None:
         if kind is FrameKind.STDIN:
@@ -427,11 +464,13 @@ class FakeCommands:
         body = await request.json()
         command = self._commands.get(command_id)
         if command is None:
+            if len(self._commands) >= MAX_COMMANDS:
+                raise GuestError("limit_reached", f"{MAX_COMMANDS} commands are held; delete ended ones")
             command = FakeCommand(command_id, body, copies=self._root / "var/log/cpuos/commands")
             self._start(command)
             self._commands[command_id] = command
-        if not request.wants_upgrade:
-            return HttpResponse(json=command.facts())
+        if not body.get("attach", True):
+            return HttpResponse(status=201, json=command.facts())
         await command.stream(request, offsets={"stdout": 0, "stderr": 0})
         return None
 

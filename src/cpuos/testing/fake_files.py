@@ -120,7 +120,7 @@ class FakeFiles:
                 os.rmdir(path)
 
         await self._as_user(request, remove)
-        return HttpResponse(status=204)
+        return HttpResponse(json={})
 
     async def watch(self, request: HttpRequest) -> None:
         """By comparing listings: enough for a fake."""
@@ -296,7 +296,7 @@ class _Draft:
         else:
             with contextlib.suppress(PermissionError):
                 os.fchown(self._descriptor, before.st_uid, before.st_gid)
-            os.fchmod(self._descriptor, stat.S_IMODE(before.st_mode) if mode is None else mode)
+            os.fchmod(self._descriptor, (stat.S_IMODE(before.st_mode) & 0o1777) if mode is None else mode)
         os.fsync(self._descriptor)
         if exclusive:
             os.link(self._draft, self.path)

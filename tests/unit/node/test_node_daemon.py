@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from cpuos.errors import CpuosError
 from cpuos.node.client import DialClient, LocalNodeClient
 from cpuos.settings import Settings
+from cpuos.testing.daemons import DaemonForker, NodeDaemon
 from cpuos.testing.faults import assert_nothing_left
-from cpuos.testing.node import KILL_AT, fake_parts
+from cpuos.testing.node import fake_parts
 
 A, B = "a" * 20, "b" * 20
 CREATE_POINTS = [
@@ -32,13 +34,11 @@ DELETE_POINTS = [
 
 
 class Daemon:
-    def __init__(self, settings: Settings, *, kill_at: str = "") -> None:
-        environment = os.environ | settings.environment() | {KILL_AT: kill_at}
+    """A daemon with a client of it; stopped in the end when it has not ended before."""
+
+    def __init__(self, process: NodeDaemon, settings: Settings) -> None:
+        self.process = process
         self.client = LocalNodeClient(settings.node_socket)
-        settings.node_socket.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cpuos.testing.node"], env=environment, stderr=subprocess.PIPE
-        )
 
     async def __aenter__(self) -> Daemon:
         deadline = time.monotonic() + 15
@@ -49,28 +49,38 @@ class Daemon:
             except CpuosError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     raise
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.01)
 
     async def __aexit__(self, *exc: object) -> None:
         await self.client.aclose()
-        if self.process.poll() is None:
-            self.process.terminate()
-        self.log = (await asyncio.to_thread(self.process.communicate))[1].decode()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.terminate()
+        await asyncio.to_thread(self.process.wait)
 
 
-async def test_a_killed_daemon_finds_its_sandboxes_again(settings, asking):
-    async with Daemon(settings) as first:
+@pytest.fixture(scope="module")
+def forker() -> Iterator[DaemonForker]:
+    with DaemonForker() as forker:
+        yield forker
+
+
+@pytest.fixture
+def daemon(forker: DaemonForker, settings: Settings) -> Callable[..., Daemon]:
+    def start(*, kill_at: str = "") -> Daemon:
+        settings.node_socket.unlink(missing_ok=True)
+        return Daemon(forker.start(settings, kill_at=kill_at), settings)
+
+    return start
+
+
+async def test_a_killed_daemon_finds_its_sandboxes_again(daemon, settings, asking):
+    async with daemon() as first:
         facts = [await first.client.create(asking(letter)) for letter in "ab"]
         dialled = await DialClient(settings.dial_socket).dial(A, 1)
         dialled.socket.close()
         pids = fake_parts(settings).runtimes["fake"]
-        first.kill()
+        first.process.kill()
     os.kill(pids._read_process(B).pid, signal.SIGKILL)
-    async with Daemon(settings) as second:
+    async with daemon() as second:
         found = {facts.id: facts for facts in await second.client.list()}
         assert found[A] == facts[0]
         assert not found[B].alive
@@ -89,12 +99,12 @@ async def test_a_killed_daemon_finds_its_sandboxes_again(settings, asking):
 
 
 @pytest.mark.parametrize("point", CREATE_POINTS)
-async def test_killed_inside_create(settings, asking, point):
-    async with Daemon(settings, kill_at=point) as first:
+async def test_killed_inside_create(daemon, settings, asking, point):
+    async with daemon(kill_at=point) as first:
         with pytest.raises(CpuosError) as caught:
             await first.client.create(asking())
         assert caught.value.code == "node_unavailable"
-    async with Daemon(settings) as second:
+    async with daemon() as second:
         if point == "create.running.after":  # on disk: it exists, though its caller was never told
             assert [facts.alive for facts in await second.client.list()] == [True]
         else:
@@ -105,31 +115,30 @@ async def test_killed_inside_create(settings, asking, point):
 
 
 @pytest.mark.parametrize("point", DELETE_POINTS)
-async def test_killed_inside_delete(settings, asking, point):
-    async with Daemon(settings, kill_at=point) as first:
+async def test_killed_inside_delete(daemon, settings, asking, point):
+    async with daemon(kill_at=point) as first:
         await first.client.create(asking())
         with pytest.raises(CpuosError):
             await first.client.delete(A, generation=1)
-    async with Daemon(settings) as second:
+    async with daemon() as second:
         if point != "delete.record.before":
             await assert_nothing_left(settings, fake_parts(settings))
         await second.client.delete(A, generation=1)
         await assert_nothing_left(settings, fake_parts(settings))
 
 
-async def test_a_stopped_daemon_leaves_sandboxes_running(settings, asking):
-    async with Daemon(settings) as first:
+async def test_a_stopped_daemon_leaves_sandboxes_running(daemon, settings, asking):
+    async with daemon() as first:
         await first.client.create(asking())
     assert first.process.returncode == 0
-    events = [json.loads(line)["event"] for line in first.log.splitlines()]
-    assert events[-1] == "node stops"
-    async with Daemon(settings) as second:
+    assert first.process.log()[-1]["event"] == "node stops"
+    async with daemon() as second:
         assert [facts.alive for facts in await second.client.list()] == [True]
         await second.client.delete(A, generation=1)
 
 
-async def test_a_second_daemon_is_refused(settings, asking):
-    async with Daemon(settings) as first:
+async def test_a_second_daemon_is_refused(daemon, settings, asking):
+    async with daemon() as first:
         other = await asyncio.to_thread(
             subprocess.run,
             [sys.executable, "-m", "cpuos.testing.node"],
@@ -144,14 +153,14 @@ async def test_a_second_daemon_is_refused(settings, asking):
         await first.client.delete(A, generation=1)
 
 
-async def test_the_host_restarted(settings, asking):
-    async with Daemon(settings) as first:
+async def test_the_host_restarted(daemon, settings, asking):
+    async with daemon() as first:
         await first.client.create(asking())
-        first.kill()
+        first.process.kill()
     path = settings.node_state_dir / "journal" / f"{A}.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"boot_id": "of an earlier boot"}))
-    async with Daemon(settings) as second:
+    async with daemon() as second:
         facts = await second.client.get(A)
         assert (facts.alive, facts.exit_reason) == (False, "the host restarted")
         await second.client.delete(A, generation=1)
@@ -159,15 +168,15 @@ async def test_the_host_restarted(settings, asking):
 
 
 @pytest.mark.parametrize("text", ["", '{"request": {', "[]", '{"request": {"id": "x"}}'])
-async def test_a_damaged_record_is_an_orphan(settings, asking, text):
-    async with Daemon(settings) as first:
+async def test_a_damaged_record_is_an_orphan(daemon, settings, asking, text):
+    async with daemon() as first:
         await first.client.create(asking())
         await first.client.create(asking("b"))
-        first.kill()
+        first.process.kill()
     path = settings.node_state_dir / "journal" / f"{A}.json"
     path.write_text(text)
     (path.parent / f"{B}.draft").write_text("half")
-    async with Daemon(settings) as second:
+    async with daemon() as second:
         assert [facts.id for facts in await second.client.list()] == [B]
         assert path.with_suffix(".unreadable").read_text() == text
         path.with_suffix(".unreadable").unlink()
@@ -177,10 +186,10 @@ async def test_a_damaged_record_is_an_orphan(settings, asking, text):
         await assert_nothing_left(settings, fake_parts(settings))
 
 
-async def test_orphans_are_removed_at_start(settings):
+async def test_orphans_are_removed_at_start(daemon, settings):
     parts = fake_parts(settings)
     await parts.disks.create(A, size_mib=64)
     await parts.slots.take(B)
     (settings.node_state_dir / "sandboxes" / ("c" * 20)).mkdir(parents=True)
-    async with Daemon(settings):
+    async with daemon():
         await assert_nothing_left(settings, parts)
