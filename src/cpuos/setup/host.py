@@ -19,6 +19,12 @@ __all__ = ["RETRY_DELAYS_S", "CommandError", "Host"]
 RETRY_DELAYS_S = (5.0, 15.0, 30.0, 60.0, 120.0)
 """Package mirrors drop out for minutes; together these outlast the usual gap."""
 
+# A process namespace dies with its first process, that one with its parent, and that one with us.
+_CONTAINMENT = (
+    *("setpriv", "--pdeathsig", "KILL", "--"),
+    *("unshare", "--pid", "--mount-proc", "--fork", "--kill-child", "--"),
+)
+
 
 class CommandError(SetupRequired):
     """A command of set-up failed; `tail` is the end of what it printed."""
@@ -61,10 +67,17 @@ class Host:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         network: bool = False,
+        contained: bool = True,
     ) -> None:
-        """Run to the end; with `network` it is tried again, with pauses, before it counts as failed."""
+        """Run to the end; with `network` it is tried again, with pauses, before it counts as failed.
+
+        When set-up is killed, a `contained` command and all that it started die with it: the next set-up works in the
+        same folders. Off for what must not be cut short, such as the system's package manager.
+        """
+        words = [str(part) for part in argv]
         delays = RETRY_DELAYS_S if network else ()
-        self.retry(lambda: self._run_once([str(part) for part in argv], cwd=cwd, env=env), delays=delays)
+        prefix = _CONTAINMENT if contained and os.geteuid() == 0 else ()
+        self.retry(lambda: self._run_once(words, prefix=prefix, cwd=cwd, env=env), delays=delays)
 
     def retry(self, action: Callable[[], None], *, delays: Sequence[float] = RETRY_DELAYS_S) -> None:
         """Do `action`; when it raises `CommandError`, wait and do it again, once for each of `delays`."""
@@ -96,13 +109,14 @@ class Host:
             return None
         return done.stdout if done.returncode == 0 else None
 
-    def _run_once(self, argv: list[str], *, cwd: Path | None, env: Mapping[str, str] | None) -> None:
+    def _run_once(
+        self, argv: list[str], *, prefix: Sequence[str], cwd: Path | None, env: Mapping[str, str] | None
+    ) -> None:
         self.note("$ " + " ".join(argv))
         tail: collections.deque[str] = collections.deque(maxlen=12)
         try:
             process = subprocess.Popen(
-                # A set-up that is killed must not leave builders behind, for the next one works in the same folders.
-                ["setpriv", "--pdeathsig", "TERM", "--", *argv],
+                [*prefix, *argv],
                 cwd=cwd,
                 env=_environment(env),
                 stdin=subprocess.DEVNULL,
@@ -122,7 +136,7 @@ class Host:
                         tail.append(line.rstrip())
                         self.show(line.strip())
             except BaseException:
-                process.terminate()  # apt and mmdebstrap unmount and unlock on SIGTERM
+                process.kill() if prefix else process.terminate()
                 raise
         self._log.flush()
         if process.returncode != 0:

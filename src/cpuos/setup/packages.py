@@ -37,8 +37,9 @@ def missing_packages(host: Host) -> list[str]:
 def install_packages(host: Host) -> None:
     """Install what is missing."""
     wait = ["-o", "DPkg::Lock::Timeout=300", "-o", "Acquire::Retries=3"]
-    host.run(["apt-get", *wait, "update"], network=True)
+    host.run(["apt-get", *wait, "update"], network=True, contained=False)
     host.run(
         ["apt-get", *wait, "install", "--yes", "--no-install-recommends", *missing_packages(host)],
         network=True,
+        contained=False,
     )

@@ -25,22 +25,22 @@ def users_exist(host: Host) -> bool:
 def create_users(host: Host) -> None:
     """Create the group and the users: no home, no shell, no password."""
     if not _exists(grp.getgrnam, GROUP):
-        host.run(["groupadd", "--system", GROUP])
+        host.run(["groupadd", "--system", GROUP], contained=False)
     for user in USERS:
         if _exists(pwd.getpwnam, user):
-            host.run(["usermod", "--gid", GROUP, user])
+            host.run(["usermod", "--gid", GROUP, user], contained=False)
             continue
         options = ["--system", "--gid", GROUP, "--home-dir", "/nonexistent", "--no-create-home"]
-        host.run(["useradd", *options, "--shell", "/usr/sbin/nologin", user])
+        host.run(["useradd", *options, "--shell", "/usr/sbin/nologin", user], contained=False)
 
 
 def remove_users(host: Host) -> None:
     """Remove users and group; tolerates their absence."""
     for user in USERS:
         if _exists(pwd.getpwnam, user):
-            host.run(["userdel", user])
+            host.run(["userdel", user], contained=False)
     if _exists(grp.getgrnam, GROUP):
-        host.run(["groupdel", GROUP])
+        host.run(["groupdel", GROUP], contained=False)
 
 
 def _exists(look_up: object, name: str) -> bool:

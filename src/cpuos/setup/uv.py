@@ -47,5 +47,5 @@ def _python_with_pip(host: Host) -> str:
     for candidate in candidates:
         if host.read([candidate, "-m", "pip", "--version"]):
             return candidate
-    host.run(["apt-get", "install", "--yes", "--no-install-recommends", "python3-pip"], network=True)
+    host.run(["apt-get", "install", "--yes", "--no-install-recommends", "python3-pip"], network=True, contained=False)
     return "/usr/bin/python3"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import os
 import subprocess
 import sys
 import time
@@ -13,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from cpuos.errors import CpuosError, SetupRequired, Unavailable
-from cpuos.services.processes import find_process
 from cpuos.settings import Settings, load_settings
 from cpuos.setup.engine import Step, set_up
 from cpuos.setup.host import RETRY_DELAYS_S, CommandError, Host
 from cpuos.setup.progress import LiveProgress, PlainProgress, QuietProgress, duration_text, size_text
+from cpuos.setup.source import command_lines
 
 
 @pytest.fixture
@@ -192,17 +193,35 @@ def test_errors_of_ours_keep_their_hint(settings: Settings) -> None:
     assert caught.value.hint == "apt-get install uv"
 
 
-def test_a_killed_set_up_leaves_no_command_behind(settings: Settings) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a process namespace")
+def test_a_killed_set_up_leaves_no_command_behind() -> None:
+    seconds = f"1000.{os.getpid()}"
     code = (
         "import io, sys; from cpuos.settings import load_settings; from cpuos.setup.host import Host\n"
         "Host(load_settings(), log=io.StringIO(), show=lambda line: print(line, flush=True))"
-        ".run(['sh', '-c', 'echo $$; exec sleep 1000'])"
+        f".run(['sh', '-c', 'setsid sleep {seconds} & trap : TERM; echo ready; sleep {seconds}; wait'])"
     )
+
+    def runs() -> bool:
+        return any(f"\0{seconds}" in line for _, line in command_lines())
+
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        builder = int(child.stdout.readline())
+        assert child.stdout.readline() == "ready\n"
+        assert runs()
         child.kill()
         deadline = time.monotonic() + 10
-        while find_process(builder) is not None:
+        while runs():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_an_interrupted_command_is_ended(settings: Settings) -> None:
+    seconds = f"1001.{os.getpid()}"
+
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        host_of(settings, show=interrupt).run(["sh", "-c", f"echo ready; exec sleep {seconds}"])
+    assert not any(f"\0{seconds}" in line for _, line in command_lines())
