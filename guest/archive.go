@@ -3,7 +3,6 @@ package main
 import (
 	"archive/tar"
 	"bufio"
-	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -30,7 +29,10 @@ func (a *agent) readTree(r *request, _ string) error {
 		if err == nil && !file.IsDir() {
 			err = syscall.ENOTDIR
 		}
-		return cmp.Or(err, demandReadable(p, file, false))
+		if err == nil {
+			err = demandReadable(p, file, false)
+		}
+		return err
 	})
 	if err != nil {
 		return fileError("read tree", p, err)

@@ -11,7 +11,7 @@ const (
 	drainTime = time.Second            // in all, should a child go on writing
 )
 
-var never time.Time
+var never, past = time.Time{}, time.Unix(1, 0)
 
 func now() time.Time { return time.Now() }
 
@@ -32,23 +32,22 @@ type command struct {
 	out      [2]*stream
 	stdin    *stdinQueue
 	wake     chan struct{} // something changed for the session
+	done     chan struct{} // closed when it has ended
 
-	mu         sync.Mutex // guards the rest, and the streams' numbers
-	pid        int
-	causes     []cause
-	exit       *syscall.WaitStatus
-	exitedAt   time.Time
-	lastRead   time.Time
-	drainLeft  time.Duration
-	killing    int
-	discarding bool
-	ended      bool
-	copied     bool
-	copyLost   bool
-	deadline   *time.Timer
-	quiet      *time.Timer
-	session    *session
-	holders    int // who may still touch the rings: record, pumps, sessions
+	mu        sync.Mutex // guards the rest, and the streams' numbers
+	pid       int
+	causes    []cause
+	exit      *syscall.WaitStatus
+	exitedAt  time.Time
+	drainLeft time.Duration
+	killing   int
+	ended     bool
+	copied    bool
+	copyLost  bool
+	deadline  *time.Timer
+	quiet     *time.Timer
+	session   *session
+	holders   int // who may still touch the rings: record, pumps, sessions
 }
 
 // record is a command as the contract tells it.
@@ -110,55 +109,58 @@ func (c *command) hasEnded() bool {
 func (c *command) exited(status syscall.WaitStatus) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.exit, c.exitedAt, c.lastRead = &status, now(), now()
+	c.exit, c.exitedAt = &status, now()
 	if c.deadline != nil {
 		c.deadline.Stop()
 	}
 	c.stdin.abandon()
 	c.drainLeft = drainTime
+	for _, s := range c.streams() {
+		s.atExit, s.lastRead = s.written, c.exitedAt
+	}
 	c.endIfDone()
-	if !c.ended && !c.discarding {
+	if !c.ended {
 		c.quiet = time.AfterFunc(quietTime, c.drained)
 	}
 }
 
-// drained looks whether the pipes went quiet after the program's end. Time in which the host lets a ring stay full does
-// not count: nothing is dropped for the host's slowness.
+// drained calls the end of the output when the pipes went quiet, or a child writes on. Each pump then reads what its pipe
+// holds at that moment: on a busy machine a quiet pipe may only be one that nobody got to. Time in which the host lets a
+// ring stay full does not count: nothing is dropped for the host's slowness.
 func (c *command) drained() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.ended || c.discarding {
+	if c.ended {
 		return
 	}
-	quiet := now().Sub(c.lastRead)
-	full := false
+	wait, full := time.Duration(0), false
 	for _, s := range c.streams() {
-		full = full || s.full
+		if !s.eof {
+			full = full || s.full
+			wait = max(wait, quietTime-now().Sub(s.lastRead))
+		}
 	}
-	if full {
-		c.quiet.Reset(quietTime)
+	if c.drainLeft -= quietTime; full || (wait > 0 && c.drainLeft > 0) {
+		if full {
+			c.drainLeft += quietTime
+		}
+		c.quiet.Reset(max(wait, 5*time.Millisecond))
 		return
 	}
-	if c.drainLeft -= quietTime; quiet < quietTime && c.drainLeft > 0 {
-		c.quiet.Reset(max(quietTime-quiet, time.Millisecond))
-		return
-	}
-	c.discarding = true
 	for _, s := range c.streams() {
-		s.file.SetReadDeadline(now())
-		poke(s.space)
+		s.file.SetReadDeadline(past)
 	}
-	c.endIfDone()
 }
 
 // endIfDone makes the end final, under the lock: the program is gone, its output is in, and no kill is under way.
 func (c *command) endIfDone() {
 	done := c.exit != nil && c.killing == 0 && !c.ended
 	for _, s := range c.streams() {
-		done = done && (s.eof || c.discarding)
+		done = done && s.eof
 	}
 	if done {
 		c.ended = true
+		close(c.done)
 		poke(c.wake)
 	}
 }
@@ -189,6 +191,12 @@ func (c *command) kill(why cause) error {
 	c.mu.Unlock()
 	if left > 0 {
 		return fail(500, "internal", "%d processes of command %s are left after %s", left, c.id, killTime)
+	}
+	if why.signal == syscall.SIGKILL {
+		select { // its end is told a moment after its processes are gone
+		case <-c.done:
+		case <-time.After(quietTime):
+		}
 	}
 	return nil
 }

@@ -16,21 +16,27 @@ const (
 // stream is one output of a command. Its ring holds what the host has not acknowledged; the command's lock guards it,
 // but the free space belongs to the pump and the unacknowledged bytes to the session that sends them.
 type stream struct {
-	name    string
-	kind    byte
-	file    *os.File // the agent's end of the pipe; nil without this stream
-	ring    block
-	base    uint64 // offset that lies at the ring's start
-	written uint64 // offset after the last byte read from the program
-	acked   uint64
-	full    bool
-	eof     bool
-	space   chan struct{} // room was made, or the output is no longer wanted
-	copy    logFile
+	name     string
+	kind     byte
+	file     *os.File // the agent's end of the pipe; nil without this stream
+	ring     block
+	base     uint64 // offset that lies at the ring's start
+	written  uint64 // offset after the last byte read from the program
+	acked    uint64
+	atExit   uint64 // written when the program ended
+	lastRead time.Time
+	full     bool
+	eof      bool
+	space    chan struct{} // room was made, or the output is no longer wanted
+	copy     logFile
 }
 
-// free gives the next unbroken piece of room.
+// free gives the next unbroken piece of room. An emptied ring starts over at its first pages, but only when the copy has
+// begun: until then the ring's start is where the first bytes still lie.
 func (s *stream) free() []byte {
+	if s.acked == s.written && s.written > copyThreshold {
+		s.base = s.written
+	}
 	at := (s.written - s.base) % blockBytes
 	return s.ring[at:min(at+blockBytes-(s.written-s.acked), blockBytes, at+readBytes)]
 }
@@ -81,6 +87,26 @@ func readInto(raw syscall.RawConn, space []byte) (n int, err error) {
 	return n, err
 }
 
+// readLast takes what a pipe still holds once the command's end was called: 0 when that is nothing, or when as much came
+// after the program's end as the pipe can hold, since a child of it may write for ever.
+func (c *command) readLast(s *stream, raw syscall.RawConn, space []byte) (n int) {
+	c.mu.Lock()
+	enough := s.written-s.atExit >= pipeBytes
+	c.mu.Unlock()
+	if enough {
+		return 0
+	}
+	raw.Control(func(fd uintptr) {
+		for {
+			var err error
+			if n, err = syscall.Read(int(fd), space); err != syscall.EINTR {
+				return
+			}
+		}
+	})
+	return max(n, 0)
+}
+
 // pump moves a program's output into the ring until its end, or until the command ended without it; after that a child
 // that still holds the pipe writes into nothing, but is never stopped by a full pipe.
 func (c *command) pump(s *stream) {
@@ -89,11 +115,14 @@ func (c *command) pump(s *stream) {
 	if err != nil {
 		return
 	}
-	burst := 0
-	for c.waitRoom(s) {
-		space := s.free()
+	burst, last := 0, false
+	for {
+		space := c.waitRoom(s)
 		asked := now()
 		n, err := readInto(raw, space)
+		if last = n == 0 && os.IsTimeout(err); last {
+			n = c.readLast(s, raw, space)
+		}
 		// A program that writes little and often costs a wake-up each time, more than its bytes: let some gather.
 		switch {
 		case now().Sub(asked) > 4*batchTime:
@@ -103,19 +132,18 @@ func (c *command) pump(s *stream) {
 		case n > 0 && n < min(len(space), batchBytes):
 			time.Sleep(batchTime)
 		}
-		if n == 0 && os.IsTimeout(err) {
-			continue
-		}
 		if n > 0 {
 			s.copy.add(c, s, space[:n])
 		}
 		c.produced(s, n)
 		if n == 0 {
-			c.release()
-			return
+			break
 		}
 	}
 	c.release()
+	if !last {
+		return
+	}
 	s.file.SetReadDeadline(never)
 	scratch := make([]byte, 4096)
 	for {
@@ -125,11 +153,11 @@ func (c *command) pump(s *stream) {
 	}
 }
 
-// waitRoom is false when the output is no longer wanted.
-func (c *command) waitRoom(s *stream) bool {
+// waitRoom gives room in the ring, once there is some.
+func (c *command) waitRoom(s *stream) []byte {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for !c.discarding && s.written-s.acked == blockBytes {
+	for s.written-s.acked == blockBytes {
 		s.full = true
 		c.mu.Unlock()
 		<-s.space
@@ -137,17 +165,14 @@ func (c *command) waitRoom(s *stream) bool {
 		s.full = false
 	}
 	s.startOver()
-	return !c.discarding
+	return s.free()
 }
 
 func (c *command) produced(s *stream, n int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.discarding {
-		return
-	}
 	s.written += uint64(n)
-	c.lastRead = now()
+	s.lastRead = now()
 	if n == 0 {
 		s.eof = true
 		c.endIfDone()

@@ -70,7 +70,7 @@ func (a *agent) startOrFind(id string, start *commandStart) (*command, error) {
 		a.mu.Unlock()
 		return nil, fail(429, "limit_reached", "%d commands are held; delete ended ones", maxCommands)
 	}
-	c := &command{id: id, agent: a, ready: make(chan struct{}), wake: make(chan struct{}, 1), holders: 1}
+	c := &command{id: id, agent: a, ready: make(chan struct{}), wake: make(chan struct{}, 1), done: make(chan struct{}), holders: 1}
 	a.commands[id] = c
 	a.mu.Unlock()
 	c.startErr = c.start(start)
@@ -209,7 +209,7 @@ func startError(program string, err error) error {
 func (u *user) findProgram(name, cwd, path string) (program string, err error) {
 	err = u.run(func() error {
 		folder, e := os.Stat(cwd)
-		if e == nil {
+		if e == nil && folder.IsDir() {
 			e = syscall.Faccessat(atFdcwd, cwd, 1, atEaccess)
 		}
 		if errors.Is(e, syscall.EACCES) {

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 	"unsafe"
 )
 
@@ -23,12 +24,13 @@ type user struct {
 type userTable struct {
 	folder string
 
-	mu     sync.Mutex // guards the rest
-	passwd cachedFile
-	group  cachedFile
-	users  map[string]*user
-	names  map[uint32]string
-	gnames map[uint32]string
+	mu      sync.Mutex // guards the rest
+	passwd  cachedFile
+	group   cachedFile
+	checked time.Time
+	users   map[string]*user
+	names   map[uint32]string
+	gnames  map[uint32]string
 }
 
 func newUserTable(folder string) *userTable {
@@ -36,6 +38,7 @@ func newUserTable(folder string) *userTable {
 }
 
 func (t *userTable) load() {
+	t.checked = now()
 	passwd, changedUsers := t.passwd.read()
 	group, changedGroups := t.group.read()
 	if !changedUsers && !changedGroups && t.users != nil {
@@ -92,7 +95,9 @@ func (t *userTable) find(name string) (*user, error) {
 func (t *userTable) owner(uid, gid uint32) (string, string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.load()
+	if now().Sub(t.checked) > 100*time.Millisecond { // a long listing looks once
+		t.load()
+	}
 	name, group := t.names[uid], t.gnames[gid]
 	if name == "" {
 		name = strconv.FormatUint(uint64(uid), 10)

@@ -131,7 +131,6 @@ func (w *watcher) batch(data []byte) (err error) {
 			err = w.tell("removed", from, "")
 			from = ""
 		}
-		ours := strings.HasPrefix(name, temporaryPrefix)
 		switch {
 		case event.Mask&syscall.IN_Q_OVERFLOW != 0:
 			err = w.tell("overflow", w.root, "")
@@ -151,7 +150,6 @@ func (w *watcher) batch(data []byte) (err error) {
 			err = w.tell("moved", from, p)
 			w.renamed(from, p)
 			from = ""
-		case ours:
 		case event.Mask&(syscall.IN_CREATE|syscall.IN_MOVED_TO) != 0:
 			err = w.appeared(p, event.Mask&syscall.IN_ISDIR != 0)
 		case event.Mask&syscall.IN_DELETE != 0:
@@ -194,7 +192,7 @@ func (w *watcher) tell(kind, p, to string) error {
 		to = strings.ToValidUTF8(to, "\uFFFD")
 		event.MovedTo = &to
 	}
-	if strings.HasPrefix(path.Base(p), temporaryPrefix) && kind == "removed" || (event.Kind == w.last.Kind && event.Path == w.last.Path && kind == "modified") {
+	if strings.HasPrefix(path.Base(p), temporaryPrefix) || (kind == "modified" && event.Kind == w.last.Kind && event.Path == w.last.Path) {
 		return nil
 	}
 	w.last = event
