@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import structlog
 
 from control_plane import Installation, Server
+from cpuos.server.db.migrate import upgrade_database
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +20,17 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database of this version: copied, because migrating takes longer than most tests."""
+    path = tmp_path_factory.mktemp("migrated") / "cpuos.db"
+    upgrade_database(f"sqlite+aiosqlite:///{path}")
+    return path
+
+
 @pytest.fixture
-async def installation(tmp_path: Path) -> Installation:
+async def installation(tmp_path: Path, migrated: Path) -> Installation:
+    shutil.copy(migrated, tmp_path)
     return Installation(folder=tmp_path)
 
 

@@ -140,7 +140,9 @@ async def list_entries(
     """Entries in order; `action` is a whole kind (`command.start`) or a noun (`command`)."""
     statement = select(*AuditRow.__table__.c).where(AuditRow.workspace == workspace, AuditRow.id > after)
     if sandbox is not None:
-        statement = statement.where(AuditRow.sandbox == sandbox)
+        # An intent was written before it was known which sandbox its reference means: its outcome says it.
+        outcomes = select(AuditRow.intent_id).where(AuditRow.workspace == workspace, AuditRow.sandbox == sandbox)
+        statement = statement.where(or_(AuditRow.sandbox == sandbox, AuditRow.id.in_(outcomes)))
     if action is not None:
         statement = statement.where(or_(AuditRow.action == action, AuditRow.action.startswith(f"{action}.")))
     rows = (await connection.execute(statement.order_by(AuditRow.id).limit(limit + 1))).all()

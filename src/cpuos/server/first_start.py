@@ -9,13 +9,12 @@ from pathlib import Path
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from cpuos.errors import SetupRequired
 from cpuos.server.auth import create_key
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
 from cpuos.server.db.models import ApiKey, Workspace
 
-__all__ = ["DEFAULT_WORKSPACE", "make_first_key", "make_key", "write_credentials", "write_first_key"]
+__all__ = ["DEFAULT_WORKSPACE", "make_first_key", "make_key", "write_first_key"]
 
 DEFAULT_WORKSPACE = "default"
 
@@ -37,42 +36,13 @@ async def make_key(database: Database, clock: Clock, *, name: str) -> str:
 
 
 def write_first_key(path: Path, key: str) -> None:
-    """Leave the key for `cpuos up`, which hands it to its caller and removes the file."""
-    _write_private(path, {"api_key": key})
-
-
-def write_credentials(path: Path, *, uid: int, gid: int, api_url: str, key: str) -> None:
-    """Write a user's credentials file (0600, folder 0700), whole or not at all.
-
-    Root writes as that user: a link planted in the user's folders leads nowhere the user may not go anyway.
-    """
-    credentials = {"api_url": api_url, "api_key": key}
-    if os.geteuid() == uid:
-        _write_private(path, credentials)
-        return
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setgroups([])
-            os.setgid(gid)
-            os.setuid(uid)
-            _write_private(path, credentials)
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    if os.waitstatus_to_exitcode(status) != 0:
-        raise SetupRequired(f"cannot write credentials: {path}", f"user {uid} may not", hint="check the folder's owner")
-
-
-def _write_private(path: Path, value: dict[str, str]) -> None:
+    """Leave the key (0600) for `cpuos up`, which hands it to its caller and removes the file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        json.dump(value, file, indent=2)
+        json.dump({"api_key": key}, file)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

@@ -14,6 +14,7 @@ __all__ = ["GatewayControl", "JournalPage", "LocalGatewayControl"]
 
 # An attach waits in the gateway; the connection waits this much longer for its answer.
 _MARGIN_S = 5.0
+MAX_TEXT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class LocalGatewayControl:
         await self._call("POST", f"/v1/sandboxes/{sandbox_id}/attach", body=body, timeout_s=wait_s + _MARGIN_S)
 
     async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str) -> None:
-        await self._call("POST", f"/v1/sandboxes/{sandbox_id}/detach", body={"reason": reason, "text": text})
+        await self._call("POST", f"/v1/sandboxes/{sandbox_id}/detach", body={"reason": reason, "text": text[:MAX_TEXT]})
 
     async def forget(self, sandbox_id: str) -> None:
         await self._call("DELETE", f"/v1/sandboxes/{sandbox_id}")
@@ -73,7 +74,7 @@ class LocalGatewayControl:
     async def journal(self, after: int, *, limit: int) -> JournalPage:
         answer = await self._call("GET", "/v1/journal", query={"after": after, "limit": limit})
         try:
-            source, entries, following = answer.get("instance", "gateway"), answer["entries"], answer["next"]
+            source, entries, following = answer["instance"], answer["entries"], answer["next"]
         except (KeyError, TypeError) as error:
             raise PlatformError("cannot read the gateway's journal: the answer lacks a field", str(error)) from error
         return JournalPage(source=str(source), entries=list(entries), next=int(following))

@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 from pydantic import Field, ValidationError
-from sqlalchemy import Row, insert, select, update
+from sqlalchemy import Row, bindparam, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.server.db.database import Database
@@ -21,6 +21,15 @@ __all__ = ["JournalEntry", "JournalIngest"]
 
 PAGE = 500
 _log = structlog.get_logger("cpuos.server.journal")
+
+
+_audit = AuditRow.__table__
+_intents = _audit.alias("intents")
+# An intent of the same page is found too: rows go in one after the other.
+_OF_INTENT = select(_intents.c.id).where(
+    _intents.c.source == bindparam("of_source"), _intents.c.source_seq == bindparam("of_seq")
+)
+_TAKE = insert(_audit).values(intent_id=_OF_INTENT.scalar_subquery())
 
 
 class JournalEntry(Answer):
@@ -75,12 +84,12 @@ class JournalIngest:
                 self._source = None  # another reader was here: look up the cursor again
                 return
             owners = {row.id: row for row in await find_sandboxes(connection, {entry.sandbox for entry in entries})}
-            ids: dict[int, int] = {}
-            for entry in entries:
-                if (owner := owners.get(entry.sandbox)) is None:
-                    _log.warning("journal entry of an unknown sandbox", sandbox=entry.sandbox, seq=entry.seq)
-                    continue
-                ids[entry.seq] = await _insert(connection, entry, owner=owner, source=page.source, known=ids)
+            rows = [_row(entry, owners[entry.sandbox], page.source) for entry in entries if entry.sandbox in owners]
+            if rows:
+                await connection.execute(_TAKE, rows)
+        for entry in entries:
+            if entry.sandbox not in owners:
+                _log.warning("journal entry of an unknown sandbox", sandbox=entry.sandbox, seq=entry.seq)
 
 
 def _read(raw: dict[str, Any], source: str) -> JournalEntry | None:
@@ -103,27 +112,19 @@ async def _take_cursor(connection: AsyncConnection, source: str, *, expected: in
     return expected == 0
 
 
-async def _insert(
-    connection: AsyncConnection, entry: JournalEntry, *, owner: Row[Any], source: str, known: dict[int, int]
-) -> int:
-    intent_id = None
-    if entry.intent is not None:
-        intent_id = known.get(entry.intent)
-        if intent_id is None:
-            found = select(AuditRow.id).where(AuditRow.source == source, AuditRow.source_seq == entry.intent)
-            intent_id = (await connection.execute(found)).scalar_one_or_none()
-    statement = insert(AuditRow).values(
-        at=entry.at,
-        workspace=owner.workspace,
-        actor=entry.actor,
-        action=entry.action,
-        target=entry.target,
-        sandbox=entry.sandbox,
-        phase=entry.phase.value,
-        intent_id=intent_id,
-        result=entry.result.value if entry.result else None,
-        detail=entry.detail,
-        source=source,
-        source_seq=entry.seq,
-    )
-    return (await connection.execute(statement.returning(AuditRow.id))).scalar_one()
+def _row(entry: JournalEntry, owner: Row[Any], source: str) -> dict[str, Any]:
+    return {
+        "at": entry.at,
+        "workspace": owner.workspace,
+        "actor": entry.actor,
+        "action": entry.action,
+        "target": entry.target,
+        "sandbox": entry.sandbox,
+        "phase": entry.phase.value,
+        "result": entry.result.value if entry.result else None,
+        "detail": entry.detail,
+        "source": source,
+        "source_seq": entry.seq,
+        "of_source": source,
+        "of_seq": entry.intent,
+    }

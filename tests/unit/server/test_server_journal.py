@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ def entry(seq: int, sandbox: str, **changes: Any) -> dict[str, Any]:
 
 
 async def commands(server: Server) -> list[dict[str, Any]]:
+    with suppress(Unavailable):
+        await server.plane.reconciler.ingest()
     answer = await server.http.get("/v1/audit", params={"action": "command", "limit": 1000})
     return answer.json()["entries"]
 

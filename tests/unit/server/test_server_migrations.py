@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from alembic import op
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
 
-from cpuos.server.db.migrate import upgrade_database
+from cpuos.server.db.migrate import MIGRATIONS, upgrade_database
 from cpuos.server.db.models import Base
 
 
@@ -56,3 +59,14 @@ def test_a_migration_that_breaks_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         assert connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == []
     connection.close()
     upgrade_database(url)
+
+
+def test_the_newest_file_is_alembics_head(tmp_path: Path) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.set_main_option("path_separator", "os")
+    upgrade_database(f"sqlite+aiosqlite:///{tmp_path}/a.db")
+    with closing(sqlite3.connect(tmp_path / "a.db")) as connection:
+        versions = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+    assert versions == [(ScriptDirectory.from_config(config).get_current_head(),)]
+    assert versions == [(max(path.stem.split("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py")),)]

@@ -13,8 +13,7 @@ def render_item(kind, item, autogen_context):
 
 
 def migrate() -> None:
-    url = context.config.attributes["url"].replace("+aiosqlite", "").replace("+asyncpg", "+psycopg")
-    engine = create_engine(url, poolclass=pool.NullPool)
+    engine = create_engine(context.config.attributes["url"], poolclass=pool.NullPool)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", prepare_connection)
         event.listen(engine, "begin", begin_immediate)
