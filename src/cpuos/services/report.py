@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 
-from cpuos.services.health import part_answers
+from cpuos.services.health import ask, part_answers
 from cpuos.services.parts import PARTS
 from cpuos.services.processes import find_process
 from cpuos.services.record import read_record
@@ -20,7 +21,7 @@ class PartStatus:
 
     name: str
     state: str
-    """ready, starting (it runs and does not answer), or stopped."""
+    """ready, starting (it runs and does not answer), stopped, or unknown (not ready, and only root can look)."""
     pid: int | None
     up_s: float | None
     restarts: int
@@ -29,7 +30,7 @@ class PartStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceStatus:
-    """The instance; `state` is ready, stopped, or partial."""
+    """The instance; `state` is what all its parts are, or partial."""
 
     state: str
     supervised: bool
@@ -42,8 +43,10 @@ class InstanceStatus:
 
 
 def status(settings: Settings | None = None) -> InstanceStatus:
-    """What runs, asked of each part itself. Reads only; a user without rights on the run directory sees it stopped."""
+    """What runs, asked of each part itself; a user who may not look into the run directory asks the server instead."""
     settings = settings or load_settings()
+    if os.path.exists(settings.run_dir) and not os.access(settings.run_dir, os.R_OK | os.X_OK):
+        return _status_by_server(settings)
     record = read_record(settings)
     parts = []
     for part in PARTS:
@@ -61,9 +64,8 @@ def status(settings: Settings | None = None) -> InstanceStatus:
                 log=str(settings.log_dir / f"{part.name}.log"),
             )
         )
-    states = {part.state for part in parts}
     return InstanceStatus(
-        state=states.pop() if len(states) == 1 else "partial",
+        state=_common_state(parts),
         supervised=bool(record and record.is_supervised),
         api_url=read_endpoint(settings.server_endpoint),
         gateway_url=read_endpoint(settings.gateway_endpoint),
@@ -71,3 +73,36 @@ def status(settings: Settings | None = None) -> InstanceStatus:
         run_dir=str(settings.run_dir),
         parts=parts,
     )
+
+
+def _status_by_server(settings: Settings) -> InstanceStatus:
+    """From the server's own health page, which needs no key."""
+    api_url = settings.api_public_url or f"http://{settings.api_host}:{settings.api_port}"
+    answer, body = ask(api_url, "/v1/health") if settings.api_port else (0, None)
+    told = (body.get("parts") or {}) if isinstance(body, dict) else {}
+    states = {"server": "ok" if answer == 200 else "", **{name: part.get("status") for name, part in told.items()}}
+    parts = [
+        PartStatus(
+            name=part.name,
+            state="ready" if states.get(part.name) == "ok" else "unknown",
+            pid=None,
+            up_s=None,
+            restarts=0,
+            log=str(settings.log_dir / f"{part.name}.log"),
+        )
+        for part in PARTS
+    ]
+    return InstanceStatus(
+        state=_common_state(parts),
+        supervised=False,
+        api_url=api_url if answer == 200 else None,
+        gateway_url=None,
+        state_dir=str(settings.state_dir),
+        run_dir=str(settings.run_dir),
+        parts=parts,
+    )
+
+
+def _common_state(parts: list[PartStatus]) -> str:
+    states = {part.state for part in parts}
+    return states.pop() if len(states) == 1 else "partial"

@@ -266,3 +266,27 @@ def test_parts_are_limited_in_memory(tmp_path: Path, version: int) -> None:
     name = "memory.limit_in_bytes" if version == 1 else "memory.max"
     assert (group / name).read_text() == str(1 << 30)
     assert (group / "cgroup.procs").read_text() == "4711"
+
+
+def test_a_user_without_rights_asks_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Health(_Answer):
+        def do_GET(self) -> None:
+            parts = {"node": {"status": "ok"}, "gateway": {"status": "down"}}
+            body = json.dumps({"status": "degraded", "parts": parts}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Health)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    settings = load_settings(run_dir=tmp_path / "run", state_dir=tmp_path / "state", api_port=server.server_port)
+    settings.run_dir.mkdir(mode=0o700)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    found = status(settings)
+    assert [part.state for part in found.parts] == ["ready", "ready", "unknown"]
+    assert found.state == "partial"
+    server.shutdown()
+    thread.join()
+    server.server_close()
