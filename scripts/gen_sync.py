@@ -26,11 +26,11 @@ NAMES = {
     "__anext__": "__next__",
     "_async": "_sync",
     "_backend_async": "_backend_sync",
+    "_httpx_async": "_httpx_sync",
     "aclose": "close",
     "aclosing": "closing",
     "anext": "next",
     "asynccontextmanager": "contextmanager",
-    "stepping_async": "stepping_sync",
 }
 DROPPED = frozenset({"async", "await"})
 

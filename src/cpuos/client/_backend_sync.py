@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,8 +61,9 @@ def wait_ready(connection: socket.socket, *, read: bool, write: bool, timeout_s:
 class WebSocket:
     """Binary messages both ways."""
 
-    def __init__(self, connection: ClientConnection) -> None:
+    def __init__(self, connection: ClientConnection, opened: ExitStack) -> None:
         self._connection = connection
+        self._opened = opened
 
     @classmethod
     def connect(cls, url: str, headers: Mapping[str, str]) -> WebSocket:
@@ -70,7 +72,9 @@ class WebSocket:
         from websockets.sync.client import connect
 
         try:
-            return cls(connect(url, additional_headers=dict(headers), **websocket_options(url)))
+            opened = ExitStack()
+            connecting = connect(url, additional_headers=dict(headers), **websocket_options(url))
+            return cls(opened.enter_context(connecting), opened)
         except (OSError, WebSocketException) as error:
             raise TransportFailure(str(error) or type(error).__name__, sent=False) from error
 
@@ -92,7 +96,7 @@ class WebSocket:
         return message.encode() if isinstance(message, str) else message
 
     def close(self) -> None:
-        self._connection.close()
+        self._opened.close()
 
 
 class Background:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +60,5 @@ def _arguments(command: Sequence[str]) -> list[str]:
             raise InvalidRequest(
                 f"cannot run command: argument {argument!r:.200}",
                 "each argument is text",
-                hint=shlex.join(str(argument) for argument in arguments)[:200],
             )
     return arguments

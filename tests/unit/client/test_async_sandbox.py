@@ -86,3 +86,10 @@ async def test_wrong_values_are_told_before_any_call(api: FakeApi) -> None:
         with pytest.raises(InvalidRequest):
             await AsyncSandbox.create(**values)
     assert api.seen == []
+
+
+async def test_a_cut_answer_is_asked_for_again(api: FakeApi, delays: list[float]) -> None:
+    api.faults = [Fault("POST", CREATE, cut_after=30), Fault("GET", f"{CREATE}/.*", cut_after=0)]
+    async with await AsyncSandbox.create() as sbx:
+        assert (await sbx.refresh()).cpu == 2
+    assert len(delays) == 2

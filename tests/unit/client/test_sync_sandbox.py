@@ -84,3 +84,10 @@ def test_wrong_values_are_told_before_any_call(api: FakeApi) -> None:
         with pytest.raises(InvalidRequest):
             Sandbox.create(**values)
     assert api.seen == []
+
+
+def test_a_cut_answer_is_asked_for_again(api: FakeApi, delays: list[float]) -> None:
+    api.faults = [Fault("POST", CREATE, cut_after=30), Fault("GET", f"{CREATE}/.*", cut_after=0)]
+    with Sandbox.create() as sbx:
+        assert (sbx.refresh()).cpu == 2
+    assert len(delays) == 2

@@ -57,8 +57,11 @@ class AsyncCommands:
                 problems: list[CpuosError] = []
                 async with Background() as background:
 
+                    def has_ended() -> bool:
+                        return stream.ended is not None
+
                     def started(command_id: str) -> None:
-                        background.start(feed_stdin, self._gateway, command_id, pieces, problems)
+                        background.start(feed_stdin, self._gateway, command_id, pieces, problems, has_ended)
 
                     await follow(self._gateway, stream, sink, body=body, key=key, on_started=started)
                 if problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Mapping
+from typing import Any
 
 from cpuos.client._async.http import AsyncHttp, AsyncStreamAnswer
 from cpuos.client._backend_async import Lock, sleep
@@ -87,15 +88,22 @@ class AsyncConnection:
             if delay:
                 await sleep(delay)
 
-    async def call(self, method: str, path: str, **options: object) -> Answer:
+    async def call(
+        self, method: str, path: str, *, content: Content = None, repeatable: bool = True, **options: Any
+    ) -> Answer:
         """The whole answer, for bodies that are small."""
-        answer = await self.open(method, path, **options)  # type: ignore[arg-type]
-        try:
-            return Answer(status=answer.status, headers=answer.headers, body=await answer.read())
-        except TransportFailure as failure:
-            raise unreachable(self._error_code, url=path, reason=failure.reason, sent=True) from failure
-        finally:
-            await answer.close()
+        retry = Retry(self._patience, repeatable=repeatable and not isinstance(content, Once))
+        while True:
+            answer = await self.open(method, path, content=content, repeatable=repeatable, **options)
+            try:
+                return Answer(status=answer.status, headers=answer.headers, body=await answer.read())
+            except TransportFailure as failure:
+                delay = retry.after_failure(failure)
+                if delay is None:
+                    raise unreachable(self._error_code, url=path, reason=failure.reason, sent=True) from failure
+            finally:
+                await answer.close()
+            await sleep(delay)
 
     async def _authorize(self, once: bool) -> tuple[str, Mapping[str, str]]:
         """Base URL and headers for the next attempt."""

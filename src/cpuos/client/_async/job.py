@@ -175,15 +175,21 @@ async def follow(
 
 
 async def feed_stdin(
-    gateway: AsyncGateway, command_id: str, pieces: Iterator[bytes], problems: list[CpuosError]
+    gateway: AsyncGateway,
+    command_id: str,
+    pieces: Iterator[bytes],
+    problems: list[CpuosError],
+    ended: Callable[[], bool] = lambda: False,
 ) -> None:
     """Send the input and its end. A program that ended without reading all is no problem; others end the command."""
     offset = 0
     try:
         while (piece := await call_blocking(next, pieces, None)) is not None:
-            if not await _post_stdin(gateway, command_id, piece, offset=offset):
+            if ended() or not await _post_stdin(gateway, command_id, piece, offset=offset):
                 return
             offset += len(piece)
+        if ended():
+            return
         await _post_stdin(gateway, command_id, b"", offset=offset, end=True)
     except (Conflict, NotFound, SandboxGone):
         return

@@ -120,7 +120,10 @@ class AsyncSandbox:
         name: str | None = None,
         client: AsyncClient | None = None,
     ) -> builtins.list[SandboxInfo]:
-        """Records of the workspace's sandboxes: of one state or name, or with all these labels. `connect` opens one."""
+        """Records of the workspace's sandboxes, newest first: of one state or name, or with all these labels.
+
+        Without `state` those that have not ended; "all" has the ended ones too. `connect` opens one.
+        """
         used = client or AsyncClient()
         query = {"state": state, "name": name, "label": [f"{key}:{value}" for key, value in (labels or {}).items()]}
         try:

@@ -11,7 +11,6 @@ from cpuos.client._async.connection import AsyncGateway
 from cpuos.client._backend_async import call_blocking, consume_blocking, iterate_blocking, sleep
 from cpuos.client._body import make_body
 from cpuos.client._http import PATIENT, Retry, TransportFailure
-from cpuos.client._pack import Packer
 from cpuos.client._parse import parse_answer
 from cpuos.client._tree import TransferReport, UnpackRules, local_error, save_file, unpack_tree
 from cpuos.errors import OutputLost
@@ -77,6 +76,9 @@ async def download(
 async def _upload_folder(
     gateway: AsyncGateway, source: Path, remote: str, *, user: str | None, follow_links: bool
 ) -> TransferReport:
+    # Imported here: the standard library's tarfile takes longer than most calls.
+    from cpuos.client._pack import Packer
+
     packer = Packer(source, follow_links=follow_links)
     await gateway.call(
         "PUT",

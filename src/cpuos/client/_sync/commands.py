@@ -58,8 +58,11 @@ class Commands:
                 problems: list[CpuosError] = []
                 with Background() as background:
 
+                    def has_ended() -> bool:
+                        return stream.ended is not None
+
                     def started(command_id: str) -> None:
-                        background.start(feed_stdin, self._gateway, command_id, pieces, problems)
+                        background.start(feed_stdin, self._gateway, command_id, pieces, problems, has_ended)
 
                     follow(self._gateway, stream, sink, body=body, key=key, on_started=started)
                 if problems:

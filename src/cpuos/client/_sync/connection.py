@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from cpuos.client._backend_sync import Lock, sleep
 from cpuos.client._http import (
@@ -88,15 +89,22 @@ class Connection:
             if delay:
                 sleep(delay)
 
-    def call(self, method: str, path: str, **options: object) -> Answer:
+    def call(
+        self, method: str, path: str, *, content: Content = None, repeatable: bool = True, **options: Any
+    ) -> Answer:
         """The whole answer, for bodies that are small."""
-        answer = self.open(method, path, **options)  # type: ignore[arg-type]
-        try:
-            return Answer(status=answer.status, headers=answer.headers, body=answer.read())
-        except TransportFailure as failure:
-            raise unreachable(self._error_code, url=path, reason=failure.reason, sent=True) from failure
-        finally:
-            answer.close()
+        retry = Retry(self._patience, repeatable=repeatable and not isinstance(content, Once))
+        while True:
+            answer = self.open(method, path, content=content, repeatable=repeatable, **options)
+            try:
+                return Answer(status=answer.status, headers=answer.headers, body=answer.read())
+            except TransportFailure as failure:
+                delay = retry.after_failure(failure)
+                if delay is None:
+                    raise unreachable(self._error_code, url=path, reason=failure.reason, sent=True) from failure
+            finally:
+                answer.close()
+            sleep(delay)
 
     def _authorize(self, once: bool) -> tuple[str, Mapping[str, str]]:
         """Base URL and headers for the next attempt."""

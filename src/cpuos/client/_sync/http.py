@@ -110,7 +110,7 @@ class _Origin(Protocol):
 
 def _make_origin(url: str) -> _Origin:
     if needs_httpx(url):
-        from cpuos.client._httpx_async import HttpxOrigin
+        from cpuos.client._httpx_sync import HttpxOrigin
 
         return HttpxOrigin(url)
     return _SocketOrigin(urlsplit(url))

@@ -174,14 +174,22 @@ def follow(
         maybe_await(callback(line))
 
 
-def feed_stdin(gateway: Gateway, command_id: str, pieces: Iterator[bytes], problems: list[CpuosError]) -> None:
+def feed_stdin(
+    gateway: Gateway,
+    command_id: str,
+    pieces: Iterator[bytes],
+    problems: list[CpuosError],
+    ended: Callable[[], bool] = lambda: False,
+) -> None:
     """Send the input and its end. A program that ended without reading all is no problem; others end the command."""
     offset = 0
     try:
         while (piece := call_blocking(next, pieces, None)) is not None:
-            if not _post_stdin(gateway, command_id, piece, offset=offset):
+            if ended() or not _post_stdin(gateway, command_id, piece, offset=offset):
                 return
             offset += len(piece)
+        if ended():
+            return
         _post_stdin(gateway, command_id, b"", offset=offset, end=True)
     except (Conflict, NotFound, SandboxGone):
         return

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
@@ -132,6 +131,8 @@ def open_pty(
     timeout: str | float | None,
 ) -> Pty:
     """Start a command on a terminal of this size (columns, rows)."""
+    import shlex
+
     # A text is split into words here: run by `bash -c` there would be a second shell around it.
     argv = shlex.split(command) if isinstance(command, str) else command
     body = encode_start(argv, cwd=cwd, env=env, user=user, timeout=timeout, open_stdin=True, pty=size)

@@ -119,7 +119,10 @@ class Sandbox:
         name: str | None = None,
         client: Client | None = None,
     ) -> builtins.list[SandboxInfo]:
-        """Records of the workspace's sandboxes: of one state or name, or with all these labels. `connect` opens one."""
+        """Records of the workspace's sandboxes, newest first: of one state or name, or with all these labels.
+
+        Without `state` those that have not ended; "all" has the ended ones too. `connect` opens one.
+        """
         used = client or Client()
         query = {"state": state, "name": name, "label": [f"{key}:{value}" for key, value in (labels or {}).items()]}
         try:

@@ -11,7 +11,6 @@ from typing import Any
 from cpuos.client._backend_sync import call_blocking, consume_blocking, iterate_blocking, sleep
 from cpuos.client._body import make_body
 from cpuos.client._http import PATIENT, Retry, TransportFailure
-from cpuos.client._pack import Packer
 from cpuos.client._parse import parse_answer
 from cpuos.client._sync.connection import Gateway
 from cpuos.client._tree import TransferReport, UnpackRules, local_error, save_file, unpack_tree
@@ -72,6 +71,9 @@ def download(
 def _upload_folder(
     gateway: Gateway, source: Path, remote: str, *, user: str | None, follow_links: bool
 ) -> TransferReport:
+    # Imported here: the standard library's tarfile takes longer than most calls.
+    from cpuos.client._pack import Packer
+
     packer = Packer(source, follow_links=follow_links)
     gateway.call(
         "PUT",

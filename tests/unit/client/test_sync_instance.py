@@ -1,0 +1,50 @@
+# Generated from tests/unit/client/test_async_instance.py by scripts/gen_sync.py; edit that.
+"""The client with real server, gateway and node, on the fake runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cpuos import Client, Sandbox
+from cpuos.errors import CpuosError
+from cpuos.testing.instance import Instance
+
+
+@pytest.fixture(scope="module")
+def instance() -> Iterator[Instance]:
+    with Instance(runtime="fake") as made:
+        yield made
+
+
+def test_terminals(instance: Instance) -> None:
+    client = Client(instance.api_url, instance.api_key)
+    with Sandbox.create(client=client) as sbx:
+        with sbx.pty("bash --norc", cols=100, rows=30) as terminal:
+            terminal.send("stty size; exit 5\n")
+            output = b"".join([piece for piece in terminal])
+            assert b"30 100" in output
+            result = terminal.wait()
+            assert (result.exit_code, result.stdout_raw) == (5, output)
+        with pytest.raises(CpuosError) as caught:
+            sbx.pty("bash", user="nobody-here")
+        assert caught.value.code == "user_not_found"
+        with sbx.pty(["sleep", "1000"]) as terminal:
+            command = terminal.id
+        assert ((sbx.commands.get(command)).wait(timeout=10)).status == "killed"
+    client.close()
+
+
+def test_a_kept_shell(instance: Instance) -> None:
+    client = Client(instance.api_url, instance.api_key)
+    with Sandbox.create(client=client) as sbx, sbx.shell() as shell:
+        shell.run("cd /tmp && export X='a b'")
+        result = shell.run('echo "$X" $PWD; exit 3')
+        assert (result.stdout, result.exit_code, result.shell_restarted) == ("a b /tmp\n", 3, False)
+        lines: list[str] = []
+        result = shell.run("X=lost; echo begun; sleep 100", timeout=1, on_stdout=lines.append)
+        assert (result.status, result.shell_restarted, lines) == ("timed_out", True, ["begun"])
+        assert (shell.run("echo $X")).stdout == "a b\n"
+        assert (shell.run("wc -c", stdin="x" * 5)).stdout.strip() == "5"
+    client.close()
