@@ -11,38 +11,36 @@ import time
 
 import pytest
 
-from cpuos import AsyncSandbox, Client, Sandbox
+from cpuos import AsyncClient, AsyncSandbox, Client, Sandbox
 from cpuos.errors import CapacityExceeded
+from cpuos.testing.instance import Instance
 
 pytestmark = pytest.mark.gvisor
 SMALL = {"template": "base", "memory": "128MiB", "disk": "64MiB", "cpu": 1, "timeout": "10m", "max_processes": 32}
 
 
 @pytest.mark.timeout(400)
-async def test_c25_more_creates_than_room(async_client, client: Client, small_instance_capacity: int) -> None:
-    """`small_instance_capacity` sandboxes fit; two thirds more are asked for at once."""
-    wanted = small_instance_capacity * 5 // 3
-    before = {sandbox.id for sandbox in Sandbox.list(client=client) if sandbox.state == "running"}
+async def test_c25_a_hundred_creates_with_room_for_sixty() -> None:
+    room, wanted = 60, 100
 
-    async def create() -> AsyncSandbox | CapacityExceeded:
+    async def create(client: AsyncClient) -> AsyncSandbox | CapacityExceeded:
         try:
-            return await AsyncSandbox.create(client=async_client, **SMALL)
+            return await AsyncSandbox.create(client=client, **SMALL)
         except CapacityExceeded as error:
             return error
 
-    answers = await asyncio.gather(*(create() for _ in range(wanted)))
-    made = [answer for answer in answers if isinstance(answer, AsyncSandbox)]
-    refused = [answer for answer in answers if isinstance(answer, CapacityExceeded)]
-    try:
-        assert len(made) == small_instance_capacity
-        assert len(refused) == wanted - small_instance_capacity
-        assert all("sandboxes" in str(error) for error in refused)
-        results = await asyncio.gather(*(sandbox.exec("echo here") for sandbox in made))
-        assert [result.stdout for result in results] == ["here\n"] * len(made)
-    finally:
-        await asyncio.gather(*(sandbox.kill() for sandbox in made))
-    running = {sandbox.id for sandbox in Sandbox.list(client=client) if sandbox.state == "running"}
-    assert running == before
+    with Instance(runtime="gvisor", max_sandboxes=room, cpu_overcommit=64) as roomy:
+        async with roomy.async_client() as client:
+            answers = await asyncio.gather(*(create(client) for _ in range(wanted)))
+            made = [answer for answer in answers if isinstance(answer, AsyncSandbox)]
+            refused = [answer for answer in answers if isinstance(answer, CapacityExceeded)]
+            assert (len(made), len(refused)) == (room, wanted - room)
+            assert all("sandboxes" in str(error) for error in refused)
+            results = await asyncio.gather(*(sandbox.exec("echo here") for sandbox in made))
+            assert [result.stdout for result in results] == ["here\n"] * room
+            await asyncio.gather(*(sandbox.kill() for sandbox in made))
+            assert await AsyncSandbox.list(client=client, state="running") == []
+        assert roomy.leftovers() == []
 
 
 @pytest.mark.timeout(300)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -172,6 +173,15 @@ class SandboxConformance:
             data = os.urandom(size)
             for command in ("cat", "sleep 0.2; cat", "dd bs=8k status=none"):
                 assert sandbox.exec(command, stdin=data, timeout=60, max_output="64MiB").stdout_raw == data
+
+    def test_many_short_commands_at_once_keep_their_output(self, sandbox: Sandbox) -> None:
+        """A busy machine must not turn output that was written into output that never was."""
+
+        def run(number: int) -> str:
+            return sandbox.exec(f"echo {number}", timeout=60).stdout
+
+        with ThreadPoolExecutor(40) as pool:
+            assert list(pool.map(run, range(120 * self.scale))) == [f"{n}\n" for n in range(120 * self.scale)]
 
     def test_streaming_gets_every_byte(self, sandbox: Sandbox) -> None:
         count = 20_000 * self.scale
