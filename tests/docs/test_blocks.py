@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(
-    r"^(?P<skip><!-- not run: .+ -->\n)?```(?P<language>[a-z]*)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"^(?P<skip><!-- not run: [^\n]+ -->\n)?```(?P<language>[a-z]*)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
 LANGUAGES = {"python", "sh", "text", "json", "toml"}
 
@@ -41,11 +41,7 @@ def _blocks(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in _blocks(page)]
-RUNNABLE = [
-    page
-    for page in PAGES
-    if page.name != "README.md" and any(block.runs and block.language in ("python", "sh") for block in _blocks(page))
-]
+RUNNABLE = [page for page in PAGES if any(block.runs and block.language in ("python", "sh") for block in _blocks(page))]
 
 
 def _show(value: Block | Path) -> str:

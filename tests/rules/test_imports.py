@@ -39,7 +39,7 @@ ALLOWED_INSIDE: dict[str, set[str]] = {
 THIRD_PARTY: dict[str, set[str]] = {
     "errors": set(),
     "types": {"pydantic"},
-    "client": {"pydantic", "httpx2", "httpcore2", "anyio", "websockets", "typing_extensions"},
+    "client": {"pydantic", "pydantic_core", "httpx2", "httpcore2", "anyio", "websockets", "typing_extensions"},
     "cli": {"typer", "rich"},
     "profiles": {"pydantic"},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ def load_config(
 ) -> Config:
     """Find server and key. A key found in the file is sent only to the server that the file names."""
     environ = os.environ if environ is None else environ
-    path = (home or Path.home()) / CREDENTIALS_PATH
+    path = (home or _home(environ)) / CREDENTIALS_PATH
     stored_url, stored_key = _read_credentials(path)
     url = _checked(api_url or environ.get("CPUOS_API_URL") or stored_url or DEFAULT_API_URL)
     key = api_key or environ.get("CPUOS_API_KEY")
@@ -51,6 +52,17 @@ def load_config(
     if not key.isascii() or not key.isprintable() or " " in key:
         raise AuthenticationError("cannot use the API key: it has characters that no key has", "see CPUOS_API_KEY")
     return Config(api_url=url, api_key=key)
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    """`sudo cpuos up` writes the key for the user behind sudo; `sudo cpuos ls` finds it there too."""
+    home, user = Path.home(), environ.get("SUDO_UID", "")
+    if os.geteuid() != 0 or not user.isdigit() or (home / CREDENTIALS_PATH).exists():
+        return home
+    try:
+        return Path(pwd.getpwuid(int(user)).pw_dir)
+    except KeyError:
+        return home
 
 
 def _read_credentials(path: Path) -> tuple[str | None, str | None]:
