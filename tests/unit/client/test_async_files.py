@@ -113,6 +113,8 @@ async def test_upload_and_download_of_one_file(api: FakeApi, tmp_path: Path) -> 
         assert report.bytes == 3_000_000
         assert api.files[b"/workspace/script.sh"] == source.read_bytes()
         assert api.calls("PUT", FILES)[0].query["mode"] == "0755"
+        await sbx.files.upload(source, "/workspace/in/")
+        assert b"/workspace/in/script.sh" in api.files
         api.stat[b"/workspace/script.sh"] = {"mode": 0o6755}
         api.faults = []
         await sbx.files.download("/workspace/script.sh", tmp_path / "new" / "copy")

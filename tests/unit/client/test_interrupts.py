@@ -106,6 +106,14 @@ async def test_an_exec_cancelled_before_its_first_answer_is_found_and_killed(api
         assert statuses(api) == ["killed"]
 
 
+async def test_a_spawn_cancelled_before_its_answer_is_found_and_killed(api: FakeApi) -> None:
+    api.program = lambda start: Program(hold=True)
+    api.faults = [Fault("POST", COMMANDS, delay_s=0.3)]
+    async with await AsyncSandbox.create() as sbx:
+        await cancel_when(lambda: api.calls("POST", COMMANDS), sbx.spawn("sleep 100"))
+        assert statuses(api) == ["killed"]
+
+
 async def test_a_cancelled_create_kills_what_was_made(api: FakeApi) -> None:
     async def create() -> None:
         async with await AsyncSandbox.create():

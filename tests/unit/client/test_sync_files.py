@@ -114,6 +114,8 @@ def test_upload_and_download_of_one_file(api: FakeApi, tmp_path: Path) -> None:
         assert report.bytes == 3_000_000
         assert api.files[b"/workspace/script.sh"] == source.read_bytes()
         assert api.calls("PUT", FILES)[0].query["mode"] == "0755"
+        sbx.files.upload(source, "/workspace/in/")
+        assert b"/workspace/in/script.sh" in api.files
         api.stat[b"/workspace/script.sh"] = {"mode": 0o6755}
         api.faults = []
         sbx.files.download("/workspace/script.sh", tmp_path / "new" / "copy")

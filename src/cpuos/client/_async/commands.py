@@ -93,15 +93,17 @@ class AsyncCommands:
         body = encode_start(
             command, cwd=cwd, env=env, user=user, timeout=timeout, open_stdin=stdin is not None, detach=True
         )
-        answer = await self._gateway.call(
-            "POST",
-            f"{self._gateway.root}/commands",
-            headers={"idempotency-key": new_key(), "content-type": "application/json"},
-            content=body,
-        )
+        key = new_key()
+        try:
+            info = await self._start(body, key)
+        except BaseException as error:
+            # Interrupted: it may have been started, and nobody has its id.
+            if not isinstance(error, CpuosError):
+                await shielded(self._abandon, body, key, timeout_s=5.0)
+            raise
         job = AsyncJob(
             self._gateway,
-            parse_answer(Command, answer.body),
+            info,
             on_stdout=on_stdout,
             on_stderr=on_stderr,
             max_output=max_output,
@@ -123,3 +125,19 @@ class AsyncCommands:
         job = AsyncJob(self._gateway, None, command_id=command_id)
         await job.refresh()
         return job
+
+    async def _start(self, body: bytes, key: str) -> Command:
+        answer = await self._gateway.call(
+            "POST",
+            f"{self._gateway.root}/commands",
+            headers={"idempotency-key": key, "content-type": "application/json"},
+            content=body,
+        )
+        return parse_answer(Command, answer.body)
+
+    async def _abandon(self, body: bytes, key: str) -> None:
+        try:
+            started = await self._start(body, key)
+        except CpuosError:
+            return
+        await kill_quietly(self._gateway, CommandStream(command_id=started.id))

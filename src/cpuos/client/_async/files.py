@@ -189,6 +189,8 @@ class AsyncFiles:
     ) -> TransferReport:
         """A local file to the path `remote`, or what is in a local folder into the folder `remote`.
 
+        Where `remote` ends with "/" a file goes into that folder under its own name.
+
         Links in a folder arrive as links; `follow_links` sends what they lead to. Pipes and devices are left out
         and named in the report.
         """

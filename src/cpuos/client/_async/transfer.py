@@ -24,7 +24,7 @@ _BINARY = {"content-type": "application/octet-stream"}
 async def upload(
     gateway: AsyncGateway, local: str | os.PathLike[str], remote: str, *, user: str | None, follow_links: bool
 ) -> TransferReport:
-    """A file, or what is in a folder, to `remote`."""
+    """A file to the path `remote` (into it where that ends with "/"), or what is in a folder."""
     source = Path(local)
     try:
         is_folder = await call_blocking(source.is_dir)
@@ -34,6 +34,8 @@ async def upload(
     except OSError as error:
         raise local_error(error, os.fspath(local), doing="read") from error
     try:
+        if remote.endswith("/"):
+            remote += source.name
         mode = os.fstat(file.fileno()).st_mode & 0o777
         body = make_body(file)
         query = {"path": remote, "mode": f"{mode:04o}", "user": user}

@@ -94,15 +94,17 @@ class Commands:
         body = encode_start(
             command, cwd=cwd, env=env, user=user, timeout=timeout, open_stdin=stdin is not None, detach=True
         )
-        answer = self._gateway.call(
-            "POST",
-            f"{self._gateway.root}/commands",
-            headers={"idempotency-key": new_key(), "content-type": "application/json"},
-            content=body,
-        )
+        key = new_key()
+        try:
+            info = self._start(body, key)
+        except BaseException as error:
+            # Interrupted: it may have been started, and nobody has its id.
+            if not isinstance(error, CpuosError):
+                shielded(self._abandon, body, key, timeout_s=5.0)
+            raise
         job = Job(
             self._gateway,
-            parse_answer(Command, answer.body),
+            info,
             on_stdout=on_stdout,
             on_stderr=on_stderr,
             max_output=max_output,
@@ -124,3 +126,19 @@ class Commands:
         job = Job(self._gateway, None, command_id=command_id)
         job.refresh()
         return job
+
+    def _start(self, body: bytes, key: str) -> Command:
+        answer = self._gateway.call(
+            "POST",
+            f"{self._gateway.root}/commands",
+            headers={"idempotency-key": key, "content-type": "application/json"},
+            content=body,
+        )
+        return parse_answer(Command, answer.body)
+
+    def _abandon(self, body: bytes, key: str) -> None:
+        try:
+            started = self._start(body, key)
+        except CpuosError:
+            return
+        kill_quietly(self._gateway, CommandStream(command_id=started.id))

@@ -25,7 +25,7 @@ _BINARY = {"content-type": "application/octet-stream"}
 def upload(
     gateway: Gateway, local: str | os.PathLike[str], remote: str, *, user: str | None, follow_links: bool
 ) -> TransferReport:
-    """A file, or what is in a folder, to `remote`."""
+    """A file to the path `remote` (into it where that ends with "/"), or what is in a folder."""
     source = Path(local)
     try:
         is_folder = call_blocking(source.is_dir)
@@ -35,6 +35,8 @@ def upload(
     except OSError as error:
         raise local_error(error, os.fspath(local), doing="read") from error
     try:
+        if remote.endswith("/"):
+            remote += source.name
         mode = os.fstat(file.fileno()).st_mode & 0o777
         body = make_body(file)
         query = {"path": remote, "mode": f"{mode:04o}", "user": user}
