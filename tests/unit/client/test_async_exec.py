@@ -117,7 +117,7 @@ async def test_check_raises_with_the_result(api: FakeApi) -> None:
     async with await AsyncSandbox.create() as sbx:
         with pytest.raises(CommandFailed) as caught:
             await sbx.exec("x", check=True)
-    assert caught.value.result.exit_code == 1
+    assert (caught.value.code, caught.value.result.exit_code) == ("command_failed", 1)
     assert str(caught.value) == "command command000000000 failed: exit code 1\nValueError: no"
 
 
