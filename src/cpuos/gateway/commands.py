@@ -47,6 +47,9 @@ OOM_WAIT_S = 0.1
 """An unexplained SIGKILL is told only after this: the word from outside that memory ran out comes beside it."""
 OOM_NEAR_S = 5.0
 HOLD_LOOK_S = 0.05
+SAVE_SOON_S = 0.001
+"""After those who wait for the end were woken."""
+SAVE_RETRY_S = 1.0
 SIGKILL = 9
 RETRY_S = (0.02, 0.1, 0.3, 1.0, 2.0)
 
@@ -64,6 +67,7 @@ class CommandRun:
         store: CommandStore,
         journal: Journal,
         on_end: Callable[[CommandRun], None],
+        journaled: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.recorded = recorded
@@ -71,6 +75,8 @@ class CommandRun:
         self._store = store
         self._journal = journal
         self._on_end = on_end
+        self._journaled = journaled
+        """The outcome is in the journal already: an earlier process died before it saved the record."""
         self._clock = clock
         self._connection: AgentConnection | None = None
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -78,6 +84,7 @@ class CommandRun:
         self._start_error: BaseException | None = None
         self._end: Ended | None = None
         self._finished = False
+        self._saved = False
         self._detached = False
         self._unacknowledged = 0
         self._since_budget = 0
@@ -106,7 +113,9 @@ class CommandRun:
         what = f"cannot start {self.recorded.record.command.argv[0]!r}"
         for attempt in range(3):
             try:
-                await self._agent.stream("POST", target, sink=self, what=what, body=body)
+                # The intent is in the journal; the record is written while the agent works.
+                meanwhile = self.recorded.save if attempt == 0 else None
+                await self._agent.stream("POST", target, sink=self, what=what, body=body, meanwhile=meanwhile)
                 async with asyncio.timeout(30):
                     await asyncio.shield(self._started)
                 return
@@ -147,6 +156,8 @@ class CommandRun:
         for task in self._tasks:
             task.cancel()
         self._drop_connection()
+        if self.recorded.ended:
+            self._save_end()
 
     # what the connection brings (FrameSink)
 
@@ -328,52 +339,70 @@ class CommandRun:
         self._spawn(self._kill_quietly(reason))
 
     def _finish(self, status: CommandStatus, **fields: Any) -> None:
-        """Record the end, in the journal and the record, and only then tell it."""
+        """The one way to the end; the first caller wins."""
         if self._finished:
             return
         self._finished = True
-        self._spawn_end(status, fields)
+        self._record_end(status, fields)
 
-    def _spawn_end(self, status: CommandStatus, fields: dict[str, Any]) -> None:
+    def _record_end(self, status: CommandStatus, fields: dict[str, Any]) -> None:
+        """The outcome goes to the journal, then it is told, then the record is saved, then the agent may forget.
+
+        Whatever of it a crash prevents, the next process does: the agent keeps the end until the record is saved.
+        """
+        before = self.recorded.record
         fields.setdefault("duration_s", round(self.age_s(), 6))
+        self.recorded.update(status=status, ended_at=datetime.now(UTC), **fields)
         try:
-            self._record_end(status, fields)
-        except (OSError, CpuosError) as error:
-            log.error("end.not_recorded", command=self.id, error=str(error))
-            asyncio.get_running_loop().call_later(1.0, self._spawn_end, status, fields)
+            self._write_outcome()
+        except CpuosError as error:
+            self.recorded.record = before
+            log.error("outcome.not_recorded", command=self.id, error=str(error))
+            asyncio.get_running_loop().call_later(SAVE_RETRY_S, self._record_end, status, fields)
             return
         self._drop_connection()
-        self._on_end(self)
         self.recorded.notify()
+        if self._detached:
+            self._save_end()
+        else:
+            asyncio.get_running_loop().call_later(SAVE_SOON_S, self._save_end)
+
+    def _save_end(self) -> None:
+        if self._saved:
+            return
+        try:
+            self.recorded.save()
+        except OSError as error:
+            log.error("record.not_saved", command=self.id, error=str(error))
+            asyncio.get_running_loop().call_later(SAVE_RETRY_S, self._save_end)
+            return
+        self._saved = True
+        self._on_end(self)
         if not self._detached:
             self._agent.forget_command(self.id)
 
-    def _record_end(self, status: CommandStatus, fields: dict[str, Any]) -> None:
-        recorded = self.recorded
-        before = recorded.record
-        recorded.update(status=status, ended_at=datetime.now(UTC), **fields)
-        try:
-            recorded.save()
-            command = recorded.record.command
-            self._journal.outcome(
-                before.intent,
-                before.ticket,
-                "command.start",
-                target=self.id,
-                result="unknown" if status is CommandStatus.UNKNOWN else "ok",
-                detail={
-                    "status": status.value,
-                    "exit_code": command.exit_code,
-                    "signal": command.signal,
-                    "reason": command.reason,
-                    "duration_s": command.duration_s,
-                    "stdout_bytes": command.stdout_bytes,
-                    "stderr_bytes": command.stderr_bytes,
-                },
-            )
-        except BaseException:
-            recorded.record = before
-            raise
+    def _write_outcome(self) -> None:
+        if self._journaled:
+            return
+        record, command = self.recorded.record, self.recorded.record.command
+        unknown = command.status is CommandStatus.UNKNOWN
+        self._journal.outcome(
+            record.intent,
+            record.ticket,
+            "command.start",
+            target=self.id,
+            result="unknown" if unknown else "ok",
+            detail={
+                "status": command.status.value,
+                "exit_code": command.exit_code,
+                "signal": command.signal,
+                "reason": command.reason,
+                "duration_s": command.duration_s,
+                "stdout_bytes": command.stdout_bytes,
+                "stderr_bytes": command.stderr_bytes,
+            },
+        )
+        self._journaled = True
 
     # what clients ask
 

@@ -183,31 +183,27 @@ class Journal:
                 break
         return JournalPage(entries=entries, next=max(last, after))
 
-    def settle_interrupted(self) -> None:
-        """At the beginning: file actions that an earlier process left half-way get the outcome unknown.
+    def settle_interrupted(self, *, living: set[int]) -> set[int]:
+        """At the beginning: what an earlier process left half-way gets the outcome unknown, but for living intents.
 
-        Commands keep theirs open: their records say how they end.
+        Gives those of `living` that have their outcome already.
         """
-        for entry in self.open_intents():
-            if entry["action"] != "command.start":
-                settled = {
-                    key: entry[key] for key in ("sandbox", "workspace", "actor", "task", "ticket", "action", "target")
-                }
-                detail = {"reason": "the gateway restarted before it ended"}
-                self._append(
-                    {**settled, "phase": "outcome", "intent": entry["seq"], "result": "unknown", "detail": detail}
-                )
-
-    def open_intents(self) -> list[dict[str, Any]]:
-        """Intents without an outcome, oldest first: what a restart interrupted."""
         waiting: dict[int, dict[str, Any]] = {}
+        settled = set()
         for number, line, _, _ in self._lines(0):
             entry = json.loads(line)
             if entry["phase"] == "intent":
                 waiting[number] = entry
             else:
                 waiting.pop(entry["intent"], None)
-        return list(waiting.values())
+                settled.add(entry["intent"])
+        for number, entry in waiting.items():
+            if number not in living:
+                kept = ("sandbox", "workspace", "actor", "task", "ticket", "action", "target")
+                ended = {"phase": "outcome", "intent": number, "result": "unknown"}
+                detail = {"reason": "the gateway restarted before it ended"}
+                self._append({**{name: entry[name] for name in kept}, **ended, "detail": detail})
+        return settled & living
 
     def _lines(self, after: int) -> Iterator[tuple[int, bytes, int, int]]:
         """Number, line, segment and the position behind it."""

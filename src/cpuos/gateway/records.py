@@ -14,7 +14,16 @@ from cpuos.gateway.spool import SpoolLimits, StreamFile
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.command import Command, CommandStart
 
-__all__ = ["STREAMS", "CommandRecord", "RecordedCommand", "StreamName", "shown_argv", "write_whole"]
+__all__ = [
+    "STREAMS",
+    "CommandRecord",
+    "RecordedCommand",
+    "StreamName",
+    "read_record",
+    "remove_files",
+    "shown_argv",
+    "write_whole",
+]
 
 StreamName = Literal["stdout", "stderr"]
 STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
@@ -23,7 +32,7 @@ MAX_SHOWN_ARGV = 8 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRecord:
-    """What lies in `record.json`. Neither environment nor stdin are in it."""
+    """What lies in `ID.jsonl`, a line for each state. Neither environment nor stdin are in it."""
 
     command: Command
     ticket: Ticket
@@ -69,7 +78,10 @@ class CommandRecord:
 
 
 class RecordedCommand:
-    """A record and its streams, and the news that either changed. Running or ended alike."""
+    """A record and its streams, and the news that either changed. Running or ended alike.
+
+    Its files are `ID.jsonl`, `ID.stdout`, `ID.stderr`; each is made when there is something to write.
+    """
 
     def __init__(self, record: CommandRecord, *, folder: Path, limits: SpoolLimits) -> None:
         self.record = record
@@ -77,8 +89,9 @@ class RecordedCommand:
         self.users = 0
         """Holders of open descriptors: the command's run, and its followers."""
         self.streams: dict[StreamName, StreamFile] = {
-            name: StreamFile(folder / name, limits=limits) for name in STREAMS
+            name: StreamFile(folder / f"{self.id}.{name}", limits=limits) for name in STREAMS
         }
+        self._descriptor: int | None = None
         self.followers: set[Any] = set()
         """Followers whose clients read now (`cpuos.gateway.follow.Follower`)."""
         self._waiters: list[asyncio.Future[None]] = []
@@ -125,8 +138,13 @@ class RecordedCommand:
         self.record = replace(self.record, command=self.command().model_copy(update=changes))
 
     def save(self) -> None:
-        """Write `record.json`, whole or not at all."""
-        write_whole(self.folder / "record.json", self.record.to_json())
+        """Make the record last: one more line, of which a reader takes the last whole one."""
+        if self._descriptor is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(self.folder / f"{self.id}.jsonl", flags, 0o600)
+        line = self.record.to_json() + b"\n"
+        if os.write(self._descriptor, line) < len(line):
+            raise OSError(28, "No space left on device", f"{self.id}.jsonl")
 
     def remove_outputs(self) -> None:
         """Drop the recorded bytes of an ended command; the record stays and says so."""
@@ -135,14 +153,21 @@ class RecordedCommand:
             stream.remove(total=stream.total)
         self.update()
         self.save()
+        self._close()
         self.notify()
 
     def release(self) -> None:
         """One holder less; the last one closes the files."""
         self.users -= 1
         if self.users <= 0:
-            for stream in self.streams.values():
-                stream.close()
+            self._close()
+
+    def _close(self) -> None:
+        for stream in self.streams.values():
+            stream.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def notify(self) -> None:
         """Wake all that wait for a change."""
@@ -191,6 +216,25 @@ def shown_argv(request: CommandStart) -> list[str]:
         shown.append(word)
         room -= len(word) + 1
     return shown
+
+
+def read_record(folder: Path, command_id: str) -> CommandRecord | None:
+    """The record as it was saved last; None when none was saved whole."""
+    try:
+        lines = (folder / f"{command_id}.jsonl").read_bytes().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with suppress(ValueError, TypeError, KeyError):
+            return CommandRecord.from_json(line)
+    return None
+
+
+def remove_files(folder: Path, command_id: str) -> None:
+    """Everything of one command."""
+    for suffix in ("jsonl", "stdout", "stderr", "stdout.ring", "stderr.ring"):
+        with suppress(OSError):
+            os.unlink(folder / f"{command_id}.{suffix}")
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -72,6 +72,8 @@ class GatewaySandbox:
         self._journal = journal
         self._dialler = dialler
         self._times = times
+        self._settled: set[int] = set()
+        """Intents of commands not ended in the store whose outcome an earlier process wrote."""
         self._agent: AgentClient | None = None
         self._ready = asyncio.Event()
         self._attaching = asyncio.Lock()
@@ -103,7 +105,7 @@ class GatewaySandbox:
             self.generation, self.hostname, self.ended = generation, hostname, None
             self._save()
             self._agent = agent
-            if self.store.running:
+            if hello.commands or self.store.running:
                 await self._take_up(agent)
         except BaseException:
             self._agent = None
@@ -118,18 +120,17 @@ class GatewaySandbox:
         return AgentClient(self._dialler, sandbox_id=self.id, generation=generation, times=self._times)
 
     async def _take_up(self, agent: AgentClient) -> None:
-        """After a restart: attach to what runs, end what the agent never got."""
+        """After a restart: attach to what runs, end what the agent never got, kill what nobody recorded."""
         known = {command.id for command in (await agent.commands()).commands}
-        for recorded in list(self.store.running.values()):
-            if recorded.id in self.runs:
-                continue
-            recorded.users += 1
+        for recorded in self._untaken():
             run = self._run(recorded, agent)
-            self.slots.take("commands")
             if recorded.id in known:
                 run.recover()
             else:
                 run.finish_unstarted()
+        for command_id in known - set(self.store.running):
+            if not self.store.has(command_id):
+                agent.kill_command_later(command_id)
 
     async def detach(self, status: CommandStatus, reason: str) -> None:
         """The sandbox ended: so do its commands and streams; output stays readable."""
@@ -144,15 +145,20 @@ class GatewaySandbox:
         self._ready.clear()
         self.hello = None
         agent, self._agent = self._agent, None
-        for recorded in list(self.store.running.values()):
-            if recorded.id not in self.runs:  # not taken up since a restart
-                recorded.users += 1
-                self.slots.take("commands")
-                self._run(recorded, agent or self._client(0))
+        for recorded in self._untaken():
+            self._run(recorded, agent or self._client(0))
         for run in list(self.runs.values()):
             run.finish_with_sandbox(status, reason)
         if agent is not None:
             await agent.aclose()
+
+    def _untaken(self) -> list[RecordedCommand]:
+        """Running commands that were not taken up since a restart; each is counted as one now."""
+        untaken = [recorded for recorded in self.store.running.values() if recorded.id not in self.runs]
+        for recorded in untaken:
+            recorded.users += 1
+            self.slots.take("commands")
+        return untaken
 
     async def leave(self) -> None:
         """This process ends; the sandbox and its commands go on."""
@@ -161,8 +167,9 @@ class GatewaySandbox:
         if self._agent is not None:
             await self._agent.aclose()
 
-    def restore(self, facts: dict[str, Any]) -> None:
+    def restore(self, facts: dict[str, Any], *, settled: set[int]) -> None:
         """State as an earlier process saved it; not attached yet."""
+        self._settled = settled
         self.generation = int(facts.get("generation", 0))
         self.hostname = str(facts.get("hostname", ""))
         ended = facts.get("ended")
@@ -239,6 +246,13 @@ class GatewaySandbox:
                 self._not_started(run, error, result="error")
                 raise
             run.finish_missing(code, error.why)
+        except OSError as error:
+            refused = Unavailable(
+                "cannot record the command, so it was ended at once", str(error), code="gateway_unavailable"
+            )
+            self._not_started(run, refused, result="error")
+            agent.kill_command_later(recorded.id)
+            raise refused from error
         except BaseException as error:
             if recorded.ended:
                 return recorded, True
@@ -274,17 +288,17 @@ class GatewaySandbox:
             body_digest=digest,
             timeout_s=request.timeout_s,
         )
-        try:
-            return self.store.add(record)
-        except OSError as error:
-            detail = {"code": "gateway_unavailable", "error": str(error)}
-            self._journal.outcome(intent, ticket, "command.start", target=command_id, result="error", detail=detail)
-            raise Unavailable(
-                "cannot record the command, so it was not started", str(error), code="gateway_unavailable"
-            ) from error
+        return self.store.add(record)
 
     def _run(self, recorded: RecordedCommand, agent: AgentClient) -> CommandRun:
-        run = CommandRun(recorded, agent=agent, store=self.store, journal=self._journal, on_end=self._on_end)
+        run = CommandRun(
+            recorded,
+            agent=agent,
+            store=self.store,
+            journal=self._journal,
+            on_end=self._on_end,
+            journaled=recorded.record.intent in self._settled,
+        )
         self.runs[recorded.id] = run
         return run
 
@@ -352,9 +366,11 @@ class Sandboxes:
     async def open(self) -> None:
         """Read the disk and start attaching; returns at once."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in sorted(self._folder.iterdir()):
-            sandbox = self._make(path.name)
-            sandbox.restore(sandbox.store.facts())
+        found = [self._make(path.name) for path in sorted(self._folder.iterdir())]
+        living = {recorded.record.intent for sandbox in found for recorded in sandbox.store.running.values()}
+        settled = self._journal.settle_interrupted(living=living)
+        for sandbox in found:
+            sandbox.restore(sandbox.store.facts(), settled=settled)
             if sandbox.generation and sandbox.ended is None:
                 self._spawn(self._attach_again(sandbox))
             elif sandbox.ended is not None and sandbox.store.running:

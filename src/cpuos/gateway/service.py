@@ -57,7 +57,6 @@ async def open_gateway(
         limits=limits,
     )
     try:
-        journal.settle_interrupted()
         await sandboxes.open()
         yield gateway
     finally:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cpuos.errors import NotFound
-from cpuos.gateway.records import CommandRecord, RecordedCommand, write_whole
+from cpuos.gateway.records import CommandRecord, RecordedCommand, read_record, remove_files, write_whole
 from cpuos.gateway.spool import SpoolLimits
 
 __all__ = ["CommandStore"]
@@ -20,7 +19,7 @@ RECENT = 16
 
 
 class CommandStore:
-    """Folder `<sandbox>/`: `sandbox.json` and `commands/<id>/{record.json,stdout,stderr}`."""
+    """Folder `<sandbox>/`: `sandbox.json` and, in `commands/`, the files of `RecordedCommand`."""
 
     def __init__(self, folder: Path, *, limits: SpoolLimits) -> None:
         self.folder = folder
@@ -36,11 +35,12 @@ class CommandStore:
         self._load()
 
     def _load(self) -> None:
+        ids = {path.name.partition(".")[0] for path in self._commands.iterdir()}
         found = []
-        for folder in self._commands.iterdir():
-            recorded = self._read(folder.name)
+        for command_id in ids:
+            recorded = self._read(command_id)
             if recorded is None:
-                shutil.rmtree(folder, ignore_errors=True)  # died before its record was whole: nothing was started
+                remove_files(self._commands, command_id)  # died before its record was whole
             else:
                 found.append(recorded)
         found.sort(key=lambda recorded: (recorded.record.intent, recorded.id))
@@ -66,15 +66,8 @@ class CommandStore:
     # commands
 
     def add(self, record: CommandRecord) -> RecordedCommand:
-        """Make the record of a command that is about to start. Raises OSError when it cannot be written."""
-        folder = self._commands / record.command.id
-        folder.mkdir(mode=0o700)
-        recorded = RecordedCommand(record, folder=folder, limits=self._limits)
-        try:
-            recorded.save()
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        """A command that is about to start; nothing of it is on the disk until `save`."""
+        recorded = RecordedCommand(record, folder=self._commands, limits=self._limits)
         recorded.users += 1
         self.running[recorded.id] = recorded
         if record.key is not None:
@@ -86,7 +79,7 @@ class CommandStore:
         self.running.pop(recorded.id, None)
         self.drop_key(recorded)
         recorded.release()
-        shutil.rmtree(recorded.folder, ignore_errors=True)
+        remove_files(self._commands, recorded.id)
 
     def end(self, recorded: RecordedCommand) -> None:
         """The command's last record is saved: it counts as ended."""
@@ -111,6 +104,9 @@ class CommandStore:
                 hint="cpuos ps SANDBOX",
             )
         return recorded
+
+    def has(self, command_id: str) -> bool:
+        return command_id in self.running or command_id in self._ended
 
     def by_key(self, key: str) -> tuple[RecordedCommand, str] | None:
         """The command that was started with this idempotency key, and the digest of the body then."""
@@ -142,12 +138,8 @@ class CommandStore:
     # inner
 
     def _read(self, command_id: str) -> RecordedCommand | None:
-        folder = self._commands / command_id
-        try:
-            record = CommandRecord.from_json((folder / "record.json").read_bytes())
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-        return RecordedCommand(record, folder=folder, limits=self._limits)
+        record = read_record(self._commands, command_id)
+        return None if record is None else RecordedCommand(record, folder=self._commands, limits=self._limits)
 
     def _remember(self, recorded: RecordedCommand) -> None:
         self._recent[recorded.id] = recorded
@@ -160,7 +152,7 @@ class CommandStore:
         self._recent.pop(command_id, None)
         del self._ended[command_id]
         self.drop_key(recorded)
-        shutil.rmtree(recorded.folder, ignore_errors=True)
+        remove_files(self._commands, command_id)
 
     def drop_key(self, recorded: RecordedCommand) -> None:
         """A later start with its idempotency key is a new one."""

@@ -7,7 +7,7 @@ import base64
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -178,23 +178,36 @@ class AgentClient:
     # streams
 
     async def stream(
-        self, method: str, target: str, *, sink: FrameSink, what: str, body: bytes = b"", limit_s: float | None = None
+        self,
+        method: str,
+        target: str,
+        *,
+        sink: FrameSink,
+        what: str,
+        body: bytes = b"",
+        meanwhile: Callable[[], None] | None = None,
     ) -> AgentConnection:
-        """Upgrade a connection to frames for the sink; a refusal comes as our error, and nothing streams."""
+        """Upgrade a connection to frames for the sink; a refusal comes as our error, and nothing streams.
+
+        `meanwhile` is called once the request is on its way.
+        """
         extra = self._session + b"Connection: Upgrade\r\nUpgrade: cpuos-frames/1\r\n"
         request = _head(method, target, extra, length=len(body) if method != "GET" else None)
         connection, fresh = await self._take()
         try:
             connection.request(request, body)
+            if meanwhile is not None:
+                await asyncio.sleep(0)  # the loop sends what was written between two rounds
+                meanwhile()
             try:
-                head = await connection.read_head(limit_s=limit_s)
+                head = await connection.read_head()
             except AgentFailure:
                 if fresh or connection.answered:
                     raise
                 connection.close()
                 connection = await self._dial()
                 connection.request(request, body)
-                head = await connection.read_head(limit_s=limit_s)
+                head = await connection.read_head()
             if head.upgraded:
                 connection.upgrade(sink)
                 self._refill()
