@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"runtime"
 	"runtime/debug"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -19,6 +20,8 @@ const (
 	guestAddress = "10.0.0.2:1"
 	hostAddress  = "10.0.0.1"
 	bindTime     = time.Minute // the address may appear after the agent started
+
+	reservedThreads = 32
 )
 
 func main() {
@@ -33,6 +36,7 @@ func main() {
 	}
 	beLean()
 	beInit()
+	reserveThreads()
 	address, peer := guestAddress, net.ParseIP(hostAddress)
 	if *listen != "" {
 		address, peer = *listen, net.IPv4(127, 0, 0, 1)
@@ -59,6 +63,24 @@ func beLean() {
 	debug.SetGCPercent(50)
 	debug.SetMemoryLimit(48 << 20)
 	runtime.GOMAXPROCS(max(2, min(4, runtime.NumCPU())))
+}
+
+// reserveThreads makes the threads that the agent may need before a program can take all that the sandbox may have: Go
+// ends a process that cannot make one. Parked threads stay with the runtime and serve any goroutine that blocks.
+func reserveThreads() {
+	var running, parked sync.WaitGroup
+	running.Add(reservedThreads)
+	parked.Add(reservedThreads)
+	for range reservedThreads {
+		go func() {
+			runtime.LockOSThread() // a goroutine tied to its thread makes the runtime start another for the next one
+			running.Done()
+			running.Wait()
+			runtime.UnlockOSThread()
+			parked.Done()
+		}()
+	}
+	parked.Wait()
 }
 
 // beInit does what the first process owes: signals never end it (they are caught, not ignored, as programs would inherit
