@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from gateway_rig import SANDBOX, LocalDialler, Rig, error_code, open_rig
+from gateway_rig import SANDBOX, LocalDialler, Rig, TicketMint, error_code, open_rig
 
+from cpuos.gateway.commands import CommandRun
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.spool import SpoolLimits
 from cpuos.types.frames import FrameDecoder, FrameKind
@@ -202,3 +203,74 @@ async def test_a_slow_reader_holds_output_back_before_it_loses_any(
                     await asyncio.sleep(0.0005)
             assert FrameKind.GAP not in seen
             assert size == 150000000
+
+
+async def test_a_crash_between_intent_and_record(agent: int, dialler: LocalDialler, tmp_path: Path) -> None:
+    """Nobody records the command, so it does not go on; its outcome is unknown."""
+    mint = TicketMint(tmp_path)
+    async with open_rig(tmp_path, dialler, mint=mint) as rig:
+        await rig.attach()
+        async with rig.client() as client:
+            command_id = await client.spawn("sleep 100")
+        pid = rig.gateway.sandboxes.get(SANDBOX).runs[command_id].recorded.record.pid
+    os.unlink(tmp_path / "state" / "sandboxes" / SANDBOX / "commands" / f"{command_id}.jsonl")
+    async with open_rig(tmp_path, dialler, mint=mint) as rig, rig.client() as client:
+        assert error_code(await client.call("GET", f"/commands/{command_id}")) == "command_not_found"
+        entries = [entry for entry in await rig.journal() if entry["target"] == command_id]
+        assert [(entry["phase"], entry["result"]) for entry in entries] == [("intent", None), ("outcome", "unknown")]
+        assert (await rig.attach()).status_code == 200
+        async with asyncio.timeout(5):
+            while os.path.exists(f"/proc/{pid}"):  # noqa: ASYNC110, ASYNC240
+                await asyncio.sleep(0.02)
+
+
+async def test_a_crash_between_outcome_and_record(
+    agent: int, dialler: LocalDialler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent still knows the end: it is recorded again, and journaled once."""
+    mint = TicketMint(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(CommandRun, "_save_end", lambda self: None)
+        async with open_rig(tmp_path, dialler, mint=mint) as rig:
+            await rig.attach()
+            async with rig.client() as client:
+                end = (await client.exec("echo kept; exit 6")).end
+    async with open_rig(tmp_path, dialler, mint=mint) as rig, rig.client() as client:
+        again = await client.wait(end["id"])
+        assert (again["status"], again["exit_code"], again["stdout_bytes"]) == ("exited", 6, 5)
+        assert (await client.call("GET", f"/commands/{end['id']}/output")).content == b"kept\n"
+        entries = [entry["phase"] for entry in await rig.journal() if entry["target"] == end["id"]]
+        assert entries == ["intent", "outcome"]
+
+
+async def test_what_cannot_be_recorded_does_not_happen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig.client() as client:
+
+        def full(*arguments: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("cpuos.gateway.journal.os.write", full)
+            answer = await client.call("POST", "/commands", json={"command": f"touch {rig.folder}/ran", "cwd": "/"})
+            assert (answer.status_code, error_code(answer)) == (503, "gateway_unavailable")
+            removed = await client.call("DELETE", f"/files?path={rig.folder}/users")
+            assert error_code(removed) == "gateway_unavailable"
+        assert "ran" not in os.listdir(rig.folder)
+        assert "users" in os.listdir(rig.folder)
+        assert (await client.exec("true")).end["exit_code"] == 0
+
+
+async def test_a_full_disk_blocks_the_program_and_loses_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig.client() as client:
+        real, refused = os.pwrite, []
+
+        def full(*arguments: object) -> int:
+            if len(refused) < 3:
+                refused.append(1)
+                raise OSError(28, "No space left on device")
+            return real(*arguments)
+
+        monkeypatch.setattr("cpuos.gateway.spool.os.pwrite", full)
+        stream = await client.exec("seq 1 50000")
+        assert stream.stdout == b"".join(b"%d\n" % n for n in range(1, 50001))
+        assert len(refused) == 3
