@@ -69,14 +69,15 @@ func startAgent(t *testing.T) *testAgent {
 	script := fmt.Sprintf(`mount -t tmpfs log /var/log && mount -t tmpfs -o size=1m,mode=1777 full %s/full &&
 exec %s --sandbox sbx --node-key %s --listen 127.0.0.1:0 --user-table %s`,
 		folder, self, base64.StdEncoding.EncodeToString(nodeKey.Public().(ed25519.PublicKey)), etc)
-	a.process = exec.Command("unshare", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child", "sh", "-c", script)
+	a.process = exec.Command("unshare", "--pid", "--fork", "--mount", "--mount-proc", "sh", "-c", script)
 	a.process.Env = append(os.Environ(), agentMark+"=1")
 	a.process.Stderr = os.Stderr
+	a.process.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	out, err := a.process.StdoutPipe()
 	check(t, err)
 	check(t, a.process.Start())
 	t.Cleanup(func() {
-		a.process.Process.Kill()
+		syscall.Kill(-a.process.Process.Pid, syscall.SIGKILL)
 		a.process.Wait()
 		os.RemoveAll(folder)
 	})

@@ -135,7 +135,7 @@ func (c *command) drained() {
 	}
 	wait, full := time.Duration(0), false
 	for _, s := range c.streams() {
-		if !s.eof {
+		if !s.eof && s.written-s.atExit < pipeBytes {
 			full = full || s.full
 			wait = max(wait, quietTime-now().Sub(s.lastRead))
 		}

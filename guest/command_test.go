@@ -326,7 +326,7 @@ func TestTerminal(t *testing.T) {
 	_, p = a.stream("cat", with{"pty": with{"cols": 10, "rows": 10}})
 	p.send(frameStdinEnd, 0, "")
 	if r := p.drain(); r.Status != "exited" {
-		t.Errorf("%+v %q", r.record, r.out)
+		t.Errorf("%+v %d %q", r.record, *r.Signal, r.out)
 	}
 	if r := a.run("sleep 50 & head -c 300000 /dev/zero | tr '\\0' A", with{"pty": with{"cols": 10, "rows": 10}}); len(r.out) != 300_000 {
 		t.Errorf("%d bytes by a terminal", len(r.out))

@@ -31,12 +31,8 @@ type stream struct {
 	copy     logFile
 }
 
-// free gives the next unbroken piece of room. An emptied ring starts over at its first pages, but only when the copy has
-// begun: until then the ring's start is where the first bytes still lie.
+// free gives the next unbroken piece of room.
 func (s *stream) free() []byte {
-	if s.acked == s.written && s.written > copyThreshold {
-		s.base = s.written
-	}
 	at := (s.written - s.base) % blockBytes
 	return s.ring[at:min(at+blockBytes-(s.written-s.acked), blockBytes, at+readBytes)]
 }
@@ -114,6 +110,9 @@ func (c *command) pump(s *stream) {
 	raw, err := s.file.SyscallConn()
 	if err != nil {
 		return
+	}
+	if c.stdin.pty { // closing a terminal hangs up whoever has not exited yet, though it closed its side already
+		defer func() { <-c.done }()
 	}
 	burst, last := 0, false
 	for {
