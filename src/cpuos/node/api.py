@@ -53,44 +53,44 @@ class _Call:
             raise InvalidRequest(f"cannot read {name}: {text!r}", "it must be a number") from None
 
 
-async def get_node(call: _Call) -> BaseModel:
+async def _get_node(call: _Call) -> BaseModel:
     return await call.facts.read()
 
 
-async def list_sandboxes(call: _Call) -> dict[str, Any]:
+async def _list_sandboxes(call: _Call) -> dict[str, Any]:
     return {"sandboxes": call.service.list()}
 
 
-async def create_sandbox(call: _Call) -> BaseModel:
+async def _create_sandbox(call: _Call) -> BaseModel:
     return await call.service.create(_parse(await _read_body(call.request)))
 
 
-async def get_sandbox(call: _Call) -> BaseModel:
+async def _get_sandbox(call: _Call) -> BaseModel:
     return await call.service.get(call.sandbox_id)
 
 
-async def delete_sandbox(call: _Call) -> None:
+async def _delete_sandbox(call: _Call) -> None:
     await call.service.delete(call.sandbox_id, generation=int(call.number("generation")))
 
 
-async def get_stats(call: _Call) -> BaseModel:
+async def _get_stats(call: _Call) -> BaseModel:
     return await call.service.stats(call.sandbox_id)
 
 
-async def get_changes(call: _Call) -> dict[str, Any]:
+async def _get_changes(call: _Call) -> dict[str, Any]:
     wait_s = min(call.number("wait_s", 0.0), MAX_WAIT_S)
     seq, changes = await call.service.changes.after(int(call.number("after", 0)), wait_s=wait_s)
     return {"seq": seq, "changes": changes}
 
 
 ROUTES: list[tuple[str, str, Handler]] = [
-    ("GET", "/v1/node", get_node),
-    ("GET", "/v1/sandboxes", list_sandboxes),
-    ("POST", "/v1/sandboxes", create_sandbox),
-    ("GET", "/v1/sandboxes/{sandbox_id}", get_sandbox),
-    ("DELETE", "/v1/sandboxes/{sandbox_id}", delete_sandbox),
-    ("GET", "/v1/sandboxes/{sandbox_id}/stats", get_stats),
-    ("GET", "/v1/changes", get_changes),
+    ("GET", "/v1/node", _get_node),
+    ("GET", "/v1/sandboxes", _list_sandboxes),
+    ("POST", "/v1/sandboxes", _create_sandbox),
+    ("GET", "/v1/sandboxes/{sandbox_id}", _get_sandbox),
+    ("DELETE", "/v1/sandboxes/{sandbox_id}", _delete_sandbox),
+    ("GET", "/v1/sandboxes/{sandbox_id}/stats", _get_stats),
+    ("GET", "/v1/changes", _get_changes),
 ]
 
 

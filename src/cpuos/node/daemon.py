@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import grp
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -42,7 +43,7 @@ from cpuos.plugins import RuntimeHost, load_runtimes
 from cpuos.runtimes.base import Runtime
 from cpuos.settings import Settings, load_settings
 
-__all__ = ["NodeParts", "create_node", "host_parts", "main", "serve"]
+__all__ = ["NodeParts", "held_state", "host_parts", "main", "running_node", "serve"]
 
 log = structlog.get_logger("cpuos.node")
 
@@ -61,7 +62,7 @@ class NodeParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class _Node:
     service: NodeService
     facts: NodeFactsReader
 
@@ -79,8 +80,9 @@ def main() -> None:
                 hint="sudo cpuos up",
             )
         os.umask(0o077)
+        _raise_descriptor_limit()
         for folder in (settings.state_dir, settings.run_dir):
-            make_shared_folder(folder)
+            _make_shared_folder(folder)
         # Before the first thread: the kernel moves only a single thread into another mount namespace.
         enter_mount_namespace(settings.run_dir / "ns" / "mnt")
         with held_state(settings):
@@ -106,7 +108,7 @@ def host_parts(settings: Settings) -> NodeParts:
     )
 
 
-def create_node(settings: Settings, parts: NodeParts) -> Node:
+def _create_node(settings: Settings, parts: NodeParts) -> _Node:
     """Wire the service of one instance; nothing is started yet."""
     state = settings.node_state_dir
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,7 +134,7 @@ def create_node(settings: Settings, parts: NodeParts) -> Node:
         checkpoint=parts.checkpoint,
     )
     facts = NodeFactsReader(volume=state, templates=templates, runtimes=runtimes, max_sandboxes=settings.max_sandboxes)
-    return Node(service=service, facts=facts)
+    return _Node(service=service, facts=facts)
 
 
 async def serve(settings: Settings, *, parts: Callable[[], NodeParts]) -> None:
@@ -150,10 +152,10 @@ async def serve(settings: Settings, *, parts: Callable[[], NodeParts]) -> None:
 @asynccontextmanager
 async def running_node(settings: Settings, *, parts: NodeParts) -> AsyncIterator[NodeService]:
     """A node that answers on its two sockets; the lock on the state directory is the caller's."""
-    node = create_node(settings, parts)
+    node = _create_node(settings, parts)
     await node.service.recover()
     gid = _group_of_sockets()
-    make_shared_folder(settings.run_dir)
+    _make_shared_folder(settings.run_dir)
     api_socket = listen(settings.node_socket, kind=socket.SOCK_STREAM, mode=SOCKET_MODE, gid=gid)
     dial_socket = listen(settings.dial_socket, kind=socket.SOCK_SEQPACKET, mode=SOCKET_MODE, gid=gid)
     dial = DialServer(node.service, allowed_uids=[settings.gateway_uid, os.geteuid()])
@@ -180,7 +182,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server_config(node: Node, *, allowed_uids: list[int]) -> uvicorn.Config:
+def _server_config(node: _Node, *, allowed_uids: list[int]) -> uvicorn.Config:
     return uvicorn.Config(
         create_api(node.service, node.facts),
         http=checked_protocol(allowed_uids),
@@ -224,7 +226,7 @@ def held_state(settings: Settings):  # type: ignore[no-untyped-def]
         os.close(descriptor)
 
 
-def make_shared_folder(folder: Path) -> None:
+def _make_shared_folder(folder: Path) -> None:
     """A folder through which the other daemons reach their own; one that is there keeps its mode."""
     if folder.is_dir():
         return
@@ -233,6 +235,12 @@ def make_shared_folder(folder: Path) -> None:
     gid = _group_of_sockets()
     if gid is not None:
         os.chown(folder, 0, gid)
+
+
+def _raise_descriptor_limit() -> None:
+    """Each sandbox holds some descriptors, and the usual soft limit is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _group_of_sockets() -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -30,7 +30,7 @@ log = structlog.get_logger("cpuos.node")
 SWEEP_S = 5.0
 WATCH_RETRY_S = 1.0
 # How long a deleted sandbox's mark refuses late repeats of its create: far over every time limit of a call.
-GONE_KEPT = timedelta(days=1)
+GONE_KEPT = timedelta(hours=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class NodeService:
         boot_id: str,
         max_sandboxes: int,
         checkpoint: Checkpoint = lambda point: None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._assembly = assembly
         self._journal = journal
@@ -65,6 +66,7 @@ class NodeService:
         self._boot_id = boot_id
         self._max_sandboxes = max_sandboxes
         self._checkpoint = checkpoint
+        self._clock = clock
         self._records: dict[str, Record] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._creates: dict[str, asyncio.Task[SandboxFacts]] = {}
@@ -170,7 +172,7 @@ class NodeService:
             request=request,
             stage=Stage.CREATING,
             boot_id=self._boot_id,
-            changed_at=_now(),
+            changed_at=self._clock(),
             session_key=secrets.token_hex(32),
             template_digest=template.digest,
             isolation=probe.isolation,
@@ -198,7 +200,7 @@ class NodeService:
     def _assembly_steps(self, record: Record, spec: Any, runtime: Runtime) -> list[Step]:
         async def started(process: Process) -> None:
             nonlocal record
-            record = record.becomes(Stage.RUNNING, process=process, started_at=_now(), changed_at=_now())
+            record = record.becomes(Stage.RUNNING, process=process, started_at=self._clock(), changed_at=self._clock())
 
         return [
             Step(name="record", do=lambda: self._keep(record), undo=lambda: self._undo_record(record)),
@@ -229,17 +231,19 @@ class NodeService:
         async with self._lock(asked.id):
             record = self._records.get(asked.id)
             if record is None:  # its create was undone; the mark refuses a late repeat
-                await self._keep(_gone(asked))
+                await self._keep(self._gone(asked))
             elif record.stage is not Stage.GONE:
                 await self._remove(record)
 
     async def _remove(self, record: Record) -> None:
-        record = record.becomes(Stage.DELETING, exit_reason=record.exit_reason or "it was deleted", changed_at=_now())
+        record = record.becomes(
+            Stage.DELETING, exit_reason=record.exit_reason or "it was deleted", changed_at=self._clock()
+        )
         self._unwatch(record.id)
         steps = [
             Step(name="record", do=lambda: self._keep(record)),
             *self._end_steps(record),
-            Step(name="gone", do=lambda: self._keep(_gone(record))),
+            Step(name="gone", do=lambda: self._keep(self._gone(record))),
         ]
         try:
             await run_steps("delete", steps, checkpoint=self._checkpoint)
@@ -278,7 +282,7 @@ class NodeService:
 
     async def _end(self, record: Record, *, reason: str) -> None:
         """Report the death first, then take away what is left on the host."""
-        record = record.becomes(Stage.DEAD, exit_reason=record.exit_reason or reason, changed_at=_now())
+        record = record.becomes(Stage.DEAD, exit_reason=record.exit_reason or reason, changed_at=self._clock())
         await self._keep(record)
         self.changes.publish(_facts(record))
         log.warning("sandbox died", sandbox=record.id, generation=record.generation, reason=record.exit_reason)
@@ -298,12 +302,7 @@ class NodeService:
     async def recover(self) -> None:
         """Make host and journal agree again, however the last daemon ended. Runs before any call is taken."""
         loaded = await asyncio.to_thread(self._journal.load)
-        oldest = _now() - GONE_KEPT
-        for record in loaded.records:
-            if record.stage is Stage.GONE and record.changed_at < oldest:
-                await self._forget(record.id)
-            else:
-                self._records[record.id] = record
+        self._records.update((record.id, record) for record in loaded.records)
         await asyncio.gather(*(self._recover(record) for record in list(self._records.values())))
         await self._remove_orphans()
 
@@ -358,8 +357,12 @@ class NodeService:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """One round: what is being deleted or is dead, and still has parts on the host."""
+        """One round: what is being deleted or is dead, and still has parts on the host; and marks that are old."""
+        oldest = self._clock() - GONE_KEPT
         for record in list(self._records.values()):
+            if record.stage is Stage.GONE and record.changed_at < oldest and not self._lock(record.id).locked():
+                await self._forget(record.id)
+                self._locks.pop(record.id, None)
             left = record.stage is Stage.DELETING or (record.stage is Stage.DEAD and not record.ended)
             if not left or self._lock(record.id).locked():
                 continue
@@ -391,6 +394,9 @@ class NodeService:
     async def _forget(self, sandbox_id: str) -> None:
         await asyncio.to_thread(self._journal.remove, sandbox_id)
         self._records.pop(sandbox_id, None)
+
+    def _gone(self, record: Record) -> Record:
+        return record.becomes(Stage.GONE, ended=True, changed_at=self._clock(), session_key="", process=None)
 
     def _lock(self, sandbox_id: str) -> asyncio.Lock:
         return self._locks.setdefault(sandbox_id, asyncio.Lock())
@@ -436,14 +442,6 @@ def _facts(record: Record) -> SandboxFacts:
         template_digest=record.template_digest,
         started_at=record.started_at,
     )
-
-
-def _gone(record: Record) -> Record:
-    return record.becomes(Stage.GONE, ended=True, changed_at=_now(), session_key="", process=None)
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)
 
 
 def _not_found(sandbox_id: str) -> NotFound:

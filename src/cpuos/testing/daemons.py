@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from cpuos.settings import Settings
 from cpuos.testing import node
-from cpuos.testing.node import KILL_AT
+from cpuos.testing.node import plan_fault
 
 __all__ = ["DaemonForker", "NodeDaemon", "main"]
 
@@ -70,8 +70,9 @@ class DaemonForker:
         self._count += 1
         settings.log_dir.mkdir(parents=True, exist_ok=True)
         log = settings.log_dir / f"node-{self._count}.log"
-        environment = settings.environment() | {KILL_AT: kill_at}
-        pid = self.ask({"fork": environment, "log": str(log)})["pid"]
+        if kill_at:
+            plan_fault(settings, kill_at, kill=True)
+        pid = self.ask({"fork": settings.environment(), "log": str(log)})["pid"]
         return NodeDaemon(pid, log=log, forker=self)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:

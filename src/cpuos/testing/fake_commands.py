@@ -19,39 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from cpuos.testing.fake_http import GuestError, HttpRequest, HttpResponse
+from cpuos.testing.fake_process import RING_BYTES, Ring, find_tree, readable
 from cpuos.types.frames import FrameDecoder, FrameError, FrameKind, encode_frame
 
 __all__ = ["FakeCommand", "FakeCommands"]
 
-RING_BYTES = 1 << 20
 COPY_BYTES = 64 << 10
 QUIET_S = 0.1
 KEEPALIVE_S = 5.0
 STDIN_BYTES = 1 << 20
 MAX_COMMANDS = 512
-
-
-class Ring:
-    """Output that the host has not acknowledged; no more is read from the program while it is full."""
-
-    def __init__(self) -> None:
-        self.start = 0
-        self.data = bytearray()
-        self.acknowledged = asyncio.Event()
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.data)
-
-    @property
-    def full(self) -> bool:
-        return len(self.data) >= RING_BYTES
-
-    def drop_until(self, offset: int) -> None:
-        count = max(0, min(offset, self.end) - self.start)
-        del self.data[:count]
-        self.start += count
-        self.acknowledged.set()
 
 
 class FakeCommand:
@@ -152,7 +129,7 @@ class FakeCommand:
                 while ring.full:
                     ring.acknowledged.clear()
                     await ring.acknowledged.wait()
-                await _readable(descriptor)
+                await readable(descriptor)
                 try:
                     data = os.read(descriptor, min(RING_BYTES - len(ring.data), 256 << 10))
                 except BlockingIOError:
@@ -201,7 +178,7 @@ class FakeCommand:
         timer = asyncio.get_running_loop().call_later(limit, self._time_out) if limit else None
         pidfd = os.pidfd_open(self.pid)
         try:
-            await _readable(pidfd)
+            await readable(pidfd)
         finally:
             os.close(pidfd)
             if timer is not None:
@@ -269,7 +246,7 @@ class FakeCommand:
 
     def _signal_tree(self, number: int) -> int:
         """Signal every process of this command; how many were not yet dead."""
-        alive = _tree(self.pid, self.id)
+        alive = find_tree(self.pid, self.id)
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
@@ -516,39 +493,3 @@ class FakeCommands:
     async def close(self) -> None:
         for command in self._commands.values():
             await command.close()
-
-
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, lambda: ready.done() or ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_reader(descriptor)
-
-
-def _tree(root_pid: int, command_id: str) -> list[int]:
-    """Live processes of a command: descendants, its session, and those that carry its mark."""
-    mark = f"CPUOS_COMMAND={command_id}".encode()
-    parents, sessions, found = {}, {}, set()
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = Path(entry.path, "stat").read_bytes()
-            fields = stat[stat.rindex(b")") + 2 :].split()
-            if fields[0] in (b"Z", b"X"):
-                continue
-            pid = int(entry.name)
-            parents[pid], sessions[pid] = int(fields[1]), int(fields[3])
-            if mark in Path(entry.path, "environ").read_bytes().split(b"\0"):
-                found.add(pid)
-        except (OSError, ValueError):
-            continue
-    found |= {pid for pid, session in sessions.items() if session == root_pid}
-    if root_pid in parents:
-        found.add(root_pid)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found - {os.getpid()})

@@ -16,6 +16,7 @@ from cpuos.errors import PlatformError
 from cpuos.node.host import start_time
 from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import Capability, Probe, Process, RuntimeStats, SandboxSpec
+from cpuos.testing.fake_process import readable
 from cpuos.testing.fake_resources import AGENT_SOCKET
 from cpuos.types.sandbox import Isolation
 
@@ -73,7 +74,7 @@ class FakeRuntime:
         descriptor = _open_process(process)
         if descriptor is not None:
             try:
-                await _readable(descriptor)
+                await readable(descriptor)
             finally:
                 os.close(descriptor)
         return "its process ended"
@@ -85,7 +86,7 @@ class FakeRuntime:
             try:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 async with asyncio.timeout(END_S):
-                    await _readable(descriptor)
+                    await readable(descriptor)
             except ProcessLookupError:
                 pass
             finally:
@@ -149,13 +150,3 @@ def _open_process(process: Process) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
-
-
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, lambda: ready.done() or ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_reader(descriptor)

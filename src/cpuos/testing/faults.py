@@ -8,12 +8,9 @@ from pathlib import Path
 
 from cpuos.node.daemon import NodeParts
 from cpuos.settings import Settings
+from cpuos.testing.node import InjectedFault
 
-__all__ = ["Faults", "InjectedFault", "assert_nothing_left", "find_leftovers"]
-
-
-class InjectedFault(Exception):
-    """Not an error of the table: verbs must cope with what nobody foresaw."""
+__all__ = ["Faults", "assert_nothing_left", "find_leftovers"]
 
 
 class Faults:

@@ -16,7 +16,14 @@ from cpuos.errors import CpuosError
 from cpuos.settings import load_settings
 from cpuos.testing.instance import Instance
 
-__all__ = ["async_client", "client", "fake_instance", "instance", "small_instance_capacity"]
+__all__ = [
+    "async_client",
+    "client",
+    "fake_instance",
+    "instance",
+    "pytest_collection_modifyitems",
+    "small_instance_capacity",
+]
 
 RUNTIME_VARIABLE = "CPUOS_TESTING_RUNTIME"
 MAX_SANDBOXES = 12

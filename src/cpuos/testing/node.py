@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -10,24 +11,31 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuos.node.client import DialClient, LocalNodeClient
-from cpuos.node.daemon import NodeParts, held_state, running_node, serve
+from cpuos.node.daemon import NodeParts, held_state, host_parts, running_node, serve
 from cpuos.node.logs import configure_logs
 from cpuos.node.service import NodeService
 from cpuos.node.steps import Checkpoint
+from cpuos.node.storage import enter_mount_namespace
 from cpuos.plugins import RuntimeHost
 from cpuos.settings import Settings, load_settings
 from cpuos.testing.fake_resources import FakeDisks, FakeSlots
 from cpuos.testing.fake_runtime import FakeRuntime
 
-__all__ = ["KILL_AT", "FakeNode", "fake_node", "fake_parts", "fake_settings", "main", "write_fake_template"]
-
-
-KILL_AT = "CPUOS_TESTING_KILL_AT"
-"""Environment variable: the daemon kills itself with SIGKILL at this checkpoint."""
+__all__ = [
+    "FakeNode",
+    "InjectedFault",
+    "fake_node",
+    "fake_parts",
+    "fake_settings",
+    "fault_is_pending",
+    "main",
+    "plan_fault",
+    "write_fake_template",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +100,53 @@ def write_fake_template(settings: Settings, name: str = "python") -> None:
     (folder / "manifest.json").write_text(json.dumps({"name": name, "digest": "sha256:fake", "size": 0}))
 
 
+def plan_fault(settings: Settings, point: str, *, kill: bool = False) -> None:
+    """Make the daemon of this instance raise, or die by SIGKILL, when it next passes this checkpoint."""
+    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    _fault_file(settings).write_text(f"{'kill' if kill else 'raise'} {point}")
+
+
+def fault_is_pending(settings: Settings) -> bool:
+    return _fault_file(settings).exists()
+
+
 def main() -> None:
+    """`python -m cpuos.testing.node`: a daemon that takes planned faults, with the runtime that its settings name."""
     settings = load_settings()
     configure_logs(settings.log_level)
     os.umask(0o077)
+    if settings.runtime == "fake":
+        make_parts = functools.partial(fake_parts, settings, checkpoint=_checkpoint(settings))
+    else:
+        enter_mount_namespace(settings.run_dir / "ns" / "mnt")
+        make_parts = lambda: replace(host_parts(settings), checkpoint=_checkpoint(settings))  # noqa: E731
     with held_state(settings):
-        asyncio.run(serve(settings, parts=lambda: fake_parts(settings, checkpoint=_kill_at)))
+        asyncio.run(serve(settings, parts=make_parts))
 
 
-def _kill_at(point: str) -> None:
-    if os.environ.get(KILL_AT) == point:
-        os.kill(os.getpid(), signal.SIGKILL)
+def _checkpoint(settings: Settings) -> Checkpoint:
+    path = _fault_file(settings)
+
+    def check(point: str) -> None:
+        try:
+            action, planned = path.read_text().split()
+        except (FileNotFoundError, ValueError):
+            return
+        if planned == point:
+            path.unlink()
+            if action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise InjectedFault(point)
+
+    return check
+
+
+def _fault_file(settings: Settings) -> Path:
+    return settings.run_dir / "fault"
+
+
+class InjectedFault(Exception):
+    """Not an error of the table: verbs must cope with what nobody foresaw."""
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from datetime import UTC, datetime
 
 import httpx2
 import pytest
@@ -18,6 +19,7 @@ from cpuos.errors import (
     SandboxGone,
     SetupRequired,
 )
+from cpuos.node.service import GONE_KEPT
 from cpuos.testing.faults import Faults, assert_nothing_left
 from cpuos.testing.node import fake_node
 
@@ -244,3 +246,15 @@ async def test_a_node_that_is_down_says_so(settings):
             with pytest.raises(CpuosError) as caught:
                 await call
             assert (caught.value.code, caught.value.hint) == ("node_unavailable", "cpuos up")
+
+
+async def test_marks_of_deleted_sandboxes_are_forgotten_after_a_while(node, asking):
+    await node.client.create(asking())
+    await node.client.delete(A, generation=1)
+    await node.service.sweep()
+    assert A in node.service._records
+    later = datetime.now(UTC) + GONE_KEPT
+    node.service._clock = lambda: later
+    await node.service.sweep()
+    assert A not in node.service._records
+    assert list((node.settings.node_state_dir / "journal").iterdir()) == []

@@ -1,0 +1,176 @@
+"""The node daemon with real disks, slots and gVisor: a fault and a kill at every step leave nothing on the host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from cpuos.errors import CpuosError, PlatformError
+from cpuos.node.client import DialClient, LocalNodeClient
+from cpuos.settings import Settings, load_settings
+from cpuos.testing.daemons import DaemonForker, NodeDaemon
+from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
+from cpuos.testing.node import fault_is_pending, plan_fault
+from cpuos.types.node import NodeSandboxCreate
+
+pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(300)]
+
+A = "a" * 20
+CREATE = [
+    f"create.{step}.{side}"
+    for step in ("record", "workdir", "disk", "slot", "start", "running")
+    for side in ("before", "after")
+]
+DELETE = [
+    f"delete.{step}.{side}"
+    for step in ("record", "destroy", "slot", "disk", "workdir", "gone")
+    for side in ("before", "after")
+]
+
+
+class Node:
+    """One instance's daemon, started again after each kill."""
+
+    def __init__(self, settings: Settings, forker: DaemonForker) -> None:
+        self.settings = settings
+        self._forker = forker
+        self.process: NodeDaemon | None = None
+        self._generation = int(time.time())
+
+    async def ready(self, client: LocalNodeClient) -> None:
+        if self.process is None or self.process.poll() is not None:
+            self.settings.node_socket.unlink(missing_ok=True)
+            self.process = self._forker.start(self.settings)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                await client.facts()
+                return
+            except CpuosError:
+                assert self.process.poll() is None, self.process.log()
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+
+    def next(self) -> NodeSandboxCreate:
+        self._generation += 1
+        return NodeSandboxCreate(
+            id=A,
+            generation=self._generation,
+            template="base",
+            runtime="gvisor",
+            hostname="box",
+            cpu=1,
+            memory_mib=256,
+            disk_mib=64,
+            max_processes=64,
+        )
+
+    def traces(self) -> list[str]:
+        assert self.process is not None
+        return find_traces(self.settings, node_pid=self.process.pid)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("node")
+    settings = load_settings(state_dir=folder / "state", run_dir=folder / "run", runtime="gvisor")
+    with DaemonForker() as forker:
+        node = Node(settings, forker)
+        yield node
+        if node.process is not None:
+            node.process.terminate()
+            node.process.wait()
+    remove_mounts(settings)
+    remove_groups(settings)
+
+
+@pytest.fixture
+async def client(node: Node) -> AsyncIterator[LocalNodeClient]:
+    async with LocalNodeClient(node.settings.node_socket) as client:
+        await node.ready(client)
+        yield client
+
+
+@pytest.mark.parametrize("point", CREATE)
+async def test_failed_create_leaves_nothing(node: Node, client: LocalNodeClient, point: str) -> None:
+    plan_fault(node.settings, point)
+    request = node.next()
+    with pytest.raises(PlatformError, match="cannot create sandbox"):
+        await client.create(request)
+    assert not fault_is_pending(node.settings)
+    assert node.traces() == []
+    assert (await client.create(request)).alive
+    await client.delete(A, generation=request.generation)
+    assert node.traces() == []
+
+
+@pytest.mark.parametrize("point", DELETE)
+async def test_failed_delete_is_finished_by_its_repeat(node: Node, client: LocalNodeClient, point: str) -> None:
+    request = node.next()
+    await client.create(request)
+    plan_fault(node.settings, point)
+    with pytest.raises(PlatformError, match="cannot delete sandbox"):
+        await client.delete(A, generation=request.generation)
+    await client.delete(A, generation=request.generation)
+    assert node.traces() == []
+
+
+@pytest.mark.parametrize("point", CREATE)
+async def test_killed_inside_create(node: Node, client: LocalNodeClient, point: str) -> None:
+    plan_fault(node.settings, point, kill=True)
+    request = node.next()
+    with pytest.raises(CpuosError) as caught:
+        await client.create(request)
+    assert caught.value.code == "node_unavailable"
+    node.process.wait()
+    await node.ready(client)
+    if point != "create.running.after":
+        assert node.traces() == []
+    assert (await client.create(request)).alive
+    await client.delete(A, generation=request.generation)
+    assert node.traces() == []
+
+
+@pytest.mark.parametrize("point", DELETE)
+async def test_killed_inside_delete(node: Node, client: LocalNodeClient, point: str) -> None:
+    request = node.next()
+    await client.create(request)
+    plan_fault(node.settings, point, kill=True)
+    with pytest.raises(CpuosError):
+        await client.delete(A, generation=request.generation)
+    node.process.wait()
+    await node.ready(client)
+    if point != "delete.record.before":
+        assert node.traces() == []
+    await client.delete(A, generation=request.generation)
+    assert node.traces() == []
+
+
+async def test_a_killed_daemon_adopts_and_reaches_its_sandbox(node: Node, client: LocalNodeClient) -> None:
+    request = node.next()
+    await client.create(request)
+    node.process.kill()
+    await node.ready(client)
+    assert (await client.get(A)).alive
+    assert (await client.stats(A)).processes >= 1
+    dialled = await DialClient(node.settings.dial_socket).dial(A, request.generation)
+    with dialled.socket as guest:
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(guest, dialled.address), 5)
+    after = (await client.changes(0)).seq
+    path = node.settings.node_state_dir / "journal" / f"{A}.json"
+    await asyncio.to_thread(_kill_recorded, path)
+    heard = await client.changes(after, wait_s=10)
+    assert [(facts.id, facts.alive) for facts in heard.changes] == [(A, False)]
+    await client.delete(A, generation=request.generation)
+    assert node.traces() == []
+
+
+def _kill_recorded(path: Path) -> None:
+    os.kill(json.loads(path.read_text())["process"]["pid"], signal.SIGKILL)
