@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpuos.cli.output import JsonOption, ago, current_output
+from cpuos.cli.output import JsonOption, Output, ago, current_output
 from cpuos.cli.results import describe_result
 from cpuos.cli.sandboxes import connected
 from cpuos.cli.streams import GuestWriter, print_output
-from cpuos.errors import Conflict, NotFound
+from cpuos.errors import Conflict, NotFound, OutputLost
 
 if TYPE_CHECKING:
     from cpuos import Job, Sandbox
@@ -83,10 +83,23 @@ def show_output(
         elif follow or job.info.status.ended:
             print_output(output, job.follow())
         else:
-            for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-                writer = GuestWriter(stream)
-                writer.write(job.output(name))
-                writer.close()
+            _print_so_far(output, job)
+
+
+def _print_so_far(output: Output, job: Job) -> None:
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        writer = GuestWriter(stream)
+        try:
+            writer.write(job.output(name))
+        except OutputLost as error:
+            # A long output: head and tail are held, and the numbers between them are in the error.
+            start, _, end = str(error.details.get("gap", "")).partition("-")
+            if not (start.isdigit() and end.isdigit()):
+                raise
+            writer.write(job.output(name, limit=int(start)))
+            output.progress(f"cpuos: {int(end) - int(start)} bytes of {name} are no longer held")
+            writer.write(job.output(name, offset=int(end)))
+        writer.close()
 
 
 def kill(

@@ -227,3 +227,16 @@ def test_interrupt_exits_as_shells_expect() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
+
+
+def test_the_light_client_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys, importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'starlette' else found(name, *rest)\n"
+        "from cpuos.cli.main import main; raise SystemExit(main(['up', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    error = json.loads(done.stdout)["error"]
+    assert error["code"] == "setup_required"
+    assert error["try"] == "pip install 'cpuos[all]'"
