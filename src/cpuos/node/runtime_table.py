@@ -52,14 +52,22 @@ class RuntimeTable:
             )
         return runtime, probe
 
+    def start(self) -> None:
+        """Begin to probe now, so that the first caller need not wait."""
+        for name in self._runtimes:
+            self._probing(name)
+
     async def probe(self, name: str) -> Probe:
+        return await asyncio.shield(self._probing(name))
+
+    def _probing(self, name: str) -> asyncio.Task[Probe]:
         started, task = self._probes.get(name, (0.0, None))
         if task is not None and task.done() and not task.result().available and self._now() - started > RETRY_S:
             task = None
         if task is None:
             task = asyncio.create_task(self._probe(self._runtimes[name]))
             self._probes[name] = (self._now(), task)
-        return await asyncio.shield(task)
+        return task
 
     async def facts(self) -> list[RuntimeFacts]:
         facts = []

@@ -348,7 +348,8 @@ class NodeService:
                 log.exception("orphan not removed", sandbox=sandbox_id)
 
     def start(self) -> None:
-        """Begin to try again, now and then, what could not be removed."""
+        """Probe the runtimes, and begin to try again, now and then, what could not be removed."""
+        self._runtimes.start()
         self._sweeper = asyncio.create_task(self._sweep_for_ever())
 
     async def _sweep_for_ever(self) -> None:

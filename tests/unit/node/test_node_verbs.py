@@ -20,6 +20,7 @@ from cpuos.errors import (
     SetupRequired,
 )
 from cpuos.node.service import GONE_KEPT
+from cpuos.testing.fake_runtime import FakeRuntime
 from cpuos.testing.faults import Faults, assert_nothing_left
 from cpuos.testing.node import fake_node
 
@@ -211,13 +212,12 @@ async def test_changes_time_out_empty_and_tell_of_deletes(node, asking):
     assert (beyond.seq, len(beyond.changes)) == (heard.seq, 1)
 
 
-async def test_a_runtime_without_probe_is_unavailable(settings, asking):
+async def test_a_runtime_without_probe_is_unavailable(settings, asking, monkeypatch):
+    async def broken(self):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(FakeRuntime, "probe", broken)
     async with fake_node(settings) as node:
-
-        async def broken():
-            raise RuntimeError("no such device")
-
-        node.parts.runtimes["fake"].probe = broken
         with pytest.raises(SetupRequired, match="cannot use runtime") as caught:
             await node.client.create(asking())
         assert "no such device" in caught.value.why
