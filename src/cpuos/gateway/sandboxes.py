@@ -265,7 +265,7 @@ class GatewaySandbox:
 
     def _record(self, request: CommandStart, ticket: Ticket, *, key: str | None, digest: str) -> RecordedCommand:
         """The intent, in the journal and as a record. What cannot be written does not happen."""
-        command_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(16))
+        command_id = "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in secrets.token_bytes(16))
         argv = shown_argv(request)
         detail = {"argv": argv, "cwd": request.cwd, "user": request.user, "timeout_s": request.timeout_s}
         detail |= {"pty": request.pty is not None, "env": sorted(request.env)[:100]}

@@ -92,7 +92,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             log.warning("peer.refused", uid=_peer_uid(transport))
             self._check = None
             transport.abort()
-        super().connection_made(transport)
+        super().connection_made(_HeadWithBody(transport, self.loop))  # type: ignore[arg-type]
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
@@ -110,6 +110,37 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError("request head over its limit")
+
+
+class _HeadWithBody:
+    """A transport that holds an answer's head until its first body bytes come: one packet, one wake-up."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head: bytes | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.writelines([head, data])
+        elif data[:9] == b"HTTP/1.1 ":
+            self._head = bytes(data)
+            self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head)
 
 
 def _peer_uid(transport: asyncio.BaseTransport) -> int:

@@ -29,6 +29,7 @@ class CommandStore:
         self.running: dict[str, RecordedCommand] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
         """Id to bytes on the disk, oldest first."""
+        self._ended_bytes = 0
         self._recent: OrderedDict[str, RecordedCommand] = OrderedDict()
         self._keys: dict[str, tuple[str, str]] = {}
         """Idempotency key to command id and body digest."""
@@ -48,7 +49,7 @@ class CommandStore:
             if recorded.record.key is not None:
                 self._keys[recorded.record.key] = (recorded.id, recorded.record.body_digest)
             if recorded.ended:
-                self._ended[recorded.id] = recorded.stored
+                self._count(recorded.id, recorded.stored)
             else:
                 self.running[recorded.id] = recorded
 
@@ -84,7 +85,7 @@ class CommandStore:
     def end(self, recorded: RecordedCommand) -> None:
         """The command's last record is saved: it counts as ended."""
         self.running.pop(recorded.id, None)
-        self._ended[recorded.id] = recorded.stored
+        self._count(recorded.id, recorded.stored)
         self._remember(recorded)
         recorded.release()
         while len(self._ended) > self._limits.records:
@@ -122,18 +123,22 @@ class CommandStore:
 
     @property
     def stored(self) -> int:
-        return sum(self._ended.values()) + sum(recorded.stored for recorded in self.running.values())
+        return self._ended_bytes + sum(recorded.stored for recorded in self.running.values())
 
     def make_room(self) -> bool:
         """Drop the oldest ended outputs until the sandbox is within its budget; False where that is not enough."""
-        for command_id, size in list(self._ended.items()):
+        if self.stored <= self._limits.sandbox_bytes:
+            return True
+        for command_id in [command_id for command_id, size in self._ended.items() if size]:
+            self.get(command_id).remove_outputs()
+            self._count(command_id, 0)
             if self.stored <= self._limits.sandbox_bytes:
                 return True
-            if size:
-                recorded = self.get(command_id)
-                recorded.remove_outputs()
-                self._ended[command_id] = 0
-        return self.stored <= self._limits.sandbox_bytes
+        return False
+
+    def _count(self, command_id: str, size: int) -> None:
+        self._ended_bytes += size - self._ended.get(command_id, 0)
+        self._ended[command_id] = size
 
     # inner
 
@@ -150,6 +155,7 @@ class CommandStore:
     def _remove(self, command_id: str) -> None:
         recorded = self.get(command_id)
         self._recent.pop(command_id, None)
+        self._count(command_id, 0)
         del self._ended[command_id]
         self.drop_key(recorded)
         remove_files(self._commands, command_id)

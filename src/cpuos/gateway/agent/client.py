@@ -197,7 +197,6 @@ class AgentClient:
         try:
             connection.request(request, body)
             if meanwhile is not None:
-                await asyncio.sleep(0)  # the loop sends what was written between two rounds
                 meanwhile()
             try:
                 head = await connection.read_head()
