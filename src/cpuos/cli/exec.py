@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -127,8 +124,8 @@ def _run_streaming(
 ) -> Command:
     from cpuos.client import PIPE
 
-    with _held_interrupts():
-        job = sandbox.spawn(command, **options, **({"stdin": PIPE} if interactive else {}))
+    # Interrupted meanwhile, spawn itself ends what it started.
+    job = sandbox.spawn(command, **options, **({"stdin": PIPE} if interactive else {}))
     try:
         passing = passed_stdin(job.write_stdin, end=job.close_stdin) if interactive else contextlib.nullcontext()
         with passing:
@@ -142,25 +139,6 @@ def _run_streaming(
     return job.info
 
 
-@contextlib.contextmanager
-def _held_interrupts() -> Iterator[None]:
-    """Ctrl-C waits until the block is through, so that a command just started is known and can be ended."""
-    held: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:  # a second time: the user means now
-            raise KeyboardInterrupt
-        held.append(number)
-
-    before = signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if held:
-        raise KeyboardInterrupt
-
-
 class CommandLine(TyperCommand):
     """Options may stand before or after SANDBOX; from the first other word on, everything belongs to the command."""
 
@@ -169,26 +147,21 @@ class CommandLine(TyperCommand):
         options: list[str] = []
         words: list[str] = []
         rest = list(args)
-        # With --template the throw-away sandbox has no name, and the first word is the command's.
-        wanted = (
-            0 if any(word == "--template" or word.startswith("--template=") for word in _before_dashes(rest)) else 1
-        )
-        while rest and len(words) <= wanted:
+        wanted = 1
+        while rest:
             word = rest[0]
-            if word == "--" or (len(words) == wanted and not word.startswith("-")):
+            if word == "--" or (len(words) >= wanted and not word.startswith("-")):
                 break
             rest.pop(0)
-            if word.startswith("-") and word != "-":
-                options.append(word)
-                if word in valued and rest:
-                    options.append(rest.pop(0))
-            else:
+            if not word.startswith("-") or word == "-":
                 words.append(word)
+                continue
+            options.append(word)
+            if word in valued and rest:
+                options.append(rest.pop(0))
+            if word.split("=")[0] == "--template":
+                wanted = 0  # the throw-away sandbox has no name: the first word is the command's
         if rest[:1] == ["--"]:
             rest.pop(0)
             ctx.meta[AS_ARGUMENTS] = True
         return super().parse_args(ctx, [*options, "--", *words, *rest])
-
-
-def _before_dashes(words: list[str]) -> list[str]:
-    return words[: words.index("--")] if "--" in words else words

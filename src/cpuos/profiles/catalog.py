@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
 from pydantic import BaseModel, ConfigDict
 
 from cpuos.errors import InvalidRequest
@@ -50,8 +48,8 @@ PYTHON_DATA = Profile(
 
 
 def list_profiles() -> list[Profile]:
-    """Built-in profiles, then those that installed packages register as `cpuos.profiles` entry points."""
-    return [PYTHON_DATA, *(point.load() for point in entry_points(group="cpuos.profiles"))]
+    """Every profile."""
+    return [PYTHON_DATA]
 
 
 def get_profile(name: str) -> Profile:

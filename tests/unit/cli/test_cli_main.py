@@ -158,6 +158,8 @@ def test_errors_of_others_are_made_safe(capsys: pytest.CaptureFixture[str]) -> N
         (["--template", "base", "--", "id", "-u"], "id", ["-u"], {"template": "base"}),
         (["--template=base", "id", "-u"], "id", ["-u"], {"template": "base"}),
         (["box", "--", "echo", "--template"], "box", ["echo", "--template"], {}),
+        (["box", "echo", "--template", "x"], "box", ["echo", "--template", "x"], {}),
+        (["--json", "--template", "base", "id"], "id", [], {"template": "base", "as_json": True}),
     ],
 )
 def test_options_end_where_the_command_begins(
