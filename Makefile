@@ -7,6 +7,7 @@ STAMP := .venv/synced
 DATA_DIR := $(or $(CPUOS_DATA_DIR),/var/lib/cpuos)
 EXAMPLE := examples/seattle-weather
 export UV_CACHE_DIR ?= $(DATA_DIR)/cache/uv-cache
+GO_ENVIRONMENT := GOCACHE=$(DATA_DIR)/cache/go/build GOPATH=$(DATA_DIR)/cache/go/path GOTOOLCHAIN=local GOFLAGS=-buildvcs=false CGO_ENABLED=0
 # Lines of stdout and stderr come in the order in which they were written, in pipes too.
 export PYTHONUNBUFFERED := 1
 
@@ -33,7 +34,8 @@ down: $(STAMP) ## Stop cpuOS and its sandboxes
 	@.venv/bin/cpuos down
 
 test: setup ## Run the tests, on real sandboxes too
-	@cd guest && $$(../$(PYTHON) -m cpuos.setup --go) test ./...
+	@go=$$($(PYTHON) -m cpuos.setup --go) && cd guest && $(GO_ENVIRONMENT) "$$go" vet ./... && \
+		$(GO_ENVIRONMENT) "$$go" test ./...
 	$(PYTHON) -m pytest -m "not slow"
 
 test-slow: setup ## Run the long lanes
