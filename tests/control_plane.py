@@ -7,7 +7,7 @@ import itertools
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -54,6 +54,7 @@ class FakeNode:
         self.answer_gate.set()
         self.calls: Counter[str] = Counter()
         self.capacity = {"cpu": 16, "memory_mib": 65536, "disk_mib": 1 << 20, "max_sandboxes": 1000}
+        self.templates = ["base", "python"]
         self.runtimes = [
             RuntimeFacts(name="gvisor", available=True, isolation=Isolation.GVISOR, detail="systrap"),
             RuntimeFacts(
@@ -64,7 +65,7 @@ class FakeNode:
 
     async def facts(self) -> NodeFacts:
         self._demand_reachable()
-        templates = [TemplateFacts(name=name, digest=f"sha256:{name}", size_bytes=1) for name in ("base", "python")]
+        templates = [TemplateFacts(name=name, digest=f"sha256:{name}", size_bytes=1) for name in self.templates]
         return NodeFacts(
             node="node-1", version="0.1.0", boot_id="boot", runtimes=self.runtimes, templates=templates, **self.capacity
         )
@@ -252,10 +253,8 @@ class Server:
         """Let the reconciler do all it has to do."""
         reconciler = self.plane.reconciler
         for step in (reconciler.sweep, reconciler.tick):
-            try:
+            with suppress(CpuosError, OSError):  # its loop would say so and go on
                 await step()
-            except CpuosError:
-                pass
             await self.plane.tasks.shared_ended()
 
 

@@ -93,3 +93,11 @@ async def test_a_name_goes_to_one_in_a_race(installation: Installation) -> None:
         assert sorted(answer.status_code for answer in answers) == [201] + [409] * 9
         assert len(installation.node.sandboxes) == 1
         assert (await server.http.get("/v1/capacity")).json()["sandboxes"]["reserved"] == 1
+
+
+async def test_a_template_that_was_just_installed_is_found(installation: Installation) -> None:
+    async with installation.serve() as server:
+        await server.created()
+        assert (await server.create(template="ruby")).status_code == 404
+        installation.node.templates.append("ruby")
+        assert (await server.create(template="ruby")).status_code == 201

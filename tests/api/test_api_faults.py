@@ -97,8 +97,8 @@ VERBS = {"create": create, "kill": kill, "die": die, "expire": expire}
 STEPS = {
     "create": ["write", "write", "create", "attach", "write", "write"],
     "kill": ["write", "write", "detach", "delete", "write", "write"],
-    "die": ["write", "detach", "write", "delete"],
-    "expire": ["write", "detach", "delete", "write"],
+    "die": ["write", "write", "detach", "write", "delete"],
+    "expire": ["write", "write", "detach", "delete", "write"],
 }
 
 

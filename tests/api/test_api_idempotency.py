@@ -159,3 +159,13 @@ async def test_a_restart_frees_the_key_of_a_call_that_did_nothing(
         assert (await server.create(key="order-1")).status_code == 201
         entries = (await server.http.get("/v1/audit", params={"action": "sandbox.create"})).json()["entries"]
     assert [entry["result"] for entry in entries] == [None, "unknown", None, "ok"]
+
+
+async def test_a_key_is_free_again_after_a_day(server: Server) -> None:
+    first = await server.create(key="order-1")
+    server.installation.clock.advance(23 * 3600)
+    await server.settle()
+    assert (await server.create(key="order-1")).json()["sandbox"] == first.json()["sandbox"]
+    server.installation.clock.advance(2 * 3600)
+    await server.settle()
+    assert (await server.create(key="order-1")).json()["sandbox"]["id"] != first.json()["sandbox"]["id"]

@@ -33,6 +33,8 @@ from cpuos.settings import Settings, load_settings, publish_endpoint, read_endpo
 
 __all__ = ["main"]
 
+STOP_CALLS_S = 8
+"""How long a stopping server goes on with the calls at work."""
 _log = structlog.get_logger("cpuos.server")
 
 
@@ -73,7 +75,7 @@ async def _serve(settings: Settings) -> None:
         config = uvicorn.Config(
             create_app(plane), log_config=None, access_log=False, lifespan="off", server_header=False
         )
-        config.timeout_graceful_shutdown = int(options.stop_grace_s)
+        config.timeout_graceful_shutdown = STOP_CALLS_S
         server = _Server(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.end)

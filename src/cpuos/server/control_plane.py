@@ -62,8 +62,8 @@ class ServerOptions:
     outcome_deadline_s: float = 600.0
     """An audit intent without outcome is `unknown` after this."""
     idempotency_wait_s: float = 90.0
-    stop_grace_s: float = 10.0
-    """How long a stopping server waits for the calls at work."""
+    stop_grace_s: float = 2.0
+    """How long a stopping server waits for work whose callers it has let go."""
 
 
 @dataclass(frozen=True, kw_only=True)

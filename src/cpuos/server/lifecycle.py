@@ -18,7 +18,7 @@ import structlog
 from sqlalchemy import Row
 from sqlalchemy.exc import IntegrityError
 
-from cpuos.errors import Conflict, CpuosError, PlatformError, SandboxGone
+from cpuos.errors import Conflict, CpuosError, NotFound, PlatformError, SandboxGone, SetupRequired, Unavailable
 from cpuos.scheduler.base import Demand, Placement, Scheduler
 from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
@@ -148,7 +148,7 @@ class Lifecycle:
 
     def finish_stop(self, row: Row[Any]) -> asyncio.Task[Row[Any]]:
         """The work that makes `stopping` end; callers at the same time share it."""
-        return self._tasks.share(f"stop {row.id}", self._stop(row))
+        return self._tasks.share(row.id, "stop", self._stop(row))
 
     async def expire(self, row: Row[Any], *, reason: str) -> None:
         """Its time ended, unless it was given more at the last moment."""
@@ -240,9 +240,12 @@ class Lifecycle:
             creation.ended.set()
 
     async def _reserve(self, sandbox_id: str, demand: Demand) -> Placement:
-        if not self._scheduler.nodes():
+        try:
+            return self._scheduler.reserve(sandbox_id, demand)
+        except (Unavailable, NotFound, SetupRequired):
+            # What is known of the node is some seconds old: it may be back, or have got what was missing.
             await self._scheduler.refresh()
-        return self._scheduler.reserve(sandbox_id, demand)
+            return self._scheduler.reserve(sandbox_id, demand)
 
     async def _insert(
         self,

@@ -101,6 +101,7 @@ class Reconciler:
         listed_at = self._clock()
         facts = await self._scheduler.client(self._node).list()
         await self._apply(facts, listed_at=listed_at)
+        await self._settlement.prune()
 
     async def take_changes(self, facts: Sequence[SandboxFacts]) -> None:
         """News of some sandboxes."""
@@ -108,7 +109,7 @@ class Reconciler:
 
     async def ingest(self) -> None:
         """Take over the gateway's journal."""
-        await self._tasks.share("journal", self._journal.run())
+        await self._tasks.share("journal", "take", self._journal.run())
 
     # --- loops ---
 
@@ -161,7 +162,8 @@ class Reconciler:
         )
         told = {one.id: one for one in facts}
         for action in decide(world):
-            self._tasks.share(f"act {action.id}", self._do(action, row=rows.get(action.id), facts=told.get(action.id)))
+            work = self._do(action, row=rows.get(action.id), facts=told.get(action.id))
+            self._tasks.share(action.id, type(action).__name__, work)
 
     async def _do(self, action: Action, *, row: Row[Any] | None, facts: SandboxFacts | None) -> None:
         _log.info("reconciler acts", action=type(action).__name__, sandbox=action.id)
@@ -192,11 +194,6 @@ class Reconciler:
         return rows
 
     def _record(self, row: Row[Any]) -> Record:
-        busy = (
-            self._lifecycle.creation(row.id) is not None
-            or self._tasks.has(f"stop {row.id}")
-            or self._tasks.has(f"act {row.id}")
-        )
         return Record(
             id=row.id,
             generation=row.generation,
@@ -205,7 +202,7 @@ class Reconciler:
             deadline_at=row.deadline_at,
             expires_at=row.expires_at,
             timeout_s=row.timeout_s,
-            busy=busy,
+            busy=self._lifecycle.creation(row.id) is not None or self._tasks.busy(row.id),
         )
 
     async def _tell_gateway(self) -> None:

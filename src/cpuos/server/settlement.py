@@ -35,6 +35,11 @@ class Settlement:
             async with self._database.write() as connection:
                 await self._settle(connection, intent)
 
+    async def prune(self) -> None:
+        """Drop the answers of idempotency keys that are a day old."""
+        async with self._database.write() as connection:
+            await self._idempotency.prune(connection)
+
     async def _settle(self, connection: AsyncConnection, intent: Intent) -> None:
         made = select(*SandboxRow.__table__.c).where(SandboxRow.intent == intent.id)
         row = (await connection.execute(made)).one_or_none() if intent.action == "sandbox.create" else None

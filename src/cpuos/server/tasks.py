@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Holds running tasks; a client that goes away cancels none of them. Shared work is found by its key."""
+    """Holds running tasks; a client that goes away cancels none of them. Shared work is found by subject and verb."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
-        self._shared: dict[str, asyncio.Task[Any]] = {}
+        self._shared: dict[tuple[str, str], asyncio.Task[Any]] = {}
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -24,8 +24,9 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
-    def share(self, key: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start the work, or join what runs under the same key."""
+    def share(self, subject: str, verb: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start the work, or join the same verb that runs on the same subject."""
+        key = subject, verb
         running = self._shared.get(key)
         if running is not None:
             work.close()
@@ -35,8 +36,9 @@ class Tasks:
         task.add_done_callback(lambda _: self._shared.pop(key, None))
         return task
 
-    def has(self, key: str) -> bool:
-        return key in self._shared
+    def busy(self, subject: str) -> bool:
+        """Some shared work runs on the subject."""
+        return any(key[0] == subject for key in self._shared)
 
     async def shared_ended(self) -> None:
         """Until no shared work runs."""

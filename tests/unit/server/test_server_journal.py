@@ -45,6 +45,12 @@ async def test_an_outcome_is_tied_to_its_intent_also_pages_later(tmp_path: Path)
         (intent,) = await commands(server)
         installation.gateway.entries.append(entry(2, sandbox, phase="outcome", intent=1, result="ok"))
         outcome = (await commands(server))[1]
+        installation.gateway.entries += [
+            entry(3, sandbox),
+            entry(4, sandbox, phase="outcome", intent=3, result="error"),
+        ]
+        same_page = (await commands(server))[2:]
+    assert same_page[1]["intent_id"] == same_page[0]["id"]
     assert outcome["intent_id"] == intent["id"]
     assert outcome["result"] == "ok"
     assert outcome["sandbox"] == sandbox
