@@ -32,6 +32,7 @@ class NodeFactsReader:
             templates=self.templates.facts(),
             cpu=host.cpu_count(),
             memory_mib=host.memory_mib(),
-            disk_mib=host.free_disk_mib(self.volume),
+            # A sandbox may fill its number twice: /workspace and the root's writable layer (docs/adr/0006).
+            disk_mib=(host.free_disk_mib(self.volume) + host.held_disk_mib(self.volume / "disks")) // 2,
             max_sandboxes=self.max_sandboxes,
         )

@@ -338,8 +338,10 @@ class NodeService:
 
     async def _remove_orphans(self) -> None:
         """What is on the host under this instance's names and no record owns."""
-        owners = {record.id for record in self._records.values() if not record.ended}
-        for sandbox_id in sorted(await self._assembly.leftovers() - owners):
+        for sandbox_id in sorted(await self._assembly.leftovers()):
+            record = self._records.get(sandbox_id)  # looked up last: a create may have begun meanwhile
+            if record is not None and not record.ended:
+                continue
             log.warning("orphan found", sandbox=sandbox_id)
             try:
                 steps = self._assembly.end_steps(sandbox_id, runtimes=list(self._runtimes))
@@ -358,7 +360,8 @@ class NodeService:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """One round: what is being deleted or is dead, and still has parts on the host; and marks that are old."""
+        """One round: what is being deleted or is dead, and still has parts on the host; marks that are old; orphans, since
+        a start that this daemon's forerunner had begun may have come to its end after `recover` looked."""
         oldest = self._clock() - GONE_KEPT
         for record in list(self._records.values()):
             if record.stage is Stage.GONE and record.changed_at < oldest and not self._lock(record.id).locked():
@@ -375,6 +378,7 @@ class NodeService:
                     await (self._remove(record) if record.stage is Stage.DELETING else self._end(record, reason=""))
                 except CpuosError:
                     log.exception("sandbox not removed yet", sandbox=record.id)
+        await self._remove_orphans()
 
     async def close(self) -> None:
         """Finish what goes on and let go. Sandboxes run on."""

@@ -52,7 +52,7 @@ class NodeFacts(Answer):
     cpu: int
     memory_mib: int
     disk_mib: int
-    """Free space of the data volume that sandboxes may use."""
+    """The sum of `disk_mib` that sandboxes may be promised, those that are there included."""
     max_sandboxes: int
 
 
