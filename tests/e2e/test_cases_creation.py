@@ -45,7 +45,10 @@ async def test_c25_a_hundred_creates_with_room_for_sixty() -> None:
 
 @pytest.mark.timeout(300)
 def test_c25_clients_that_die_in_mid_create(instance, client: Client) -> None:
-    script = "from cpuos import Sandbox; Sandbox.create(template='base', memory='128MiB', disk='64MiB', cpu=1, timeout='20s')"
+    script = (
+        "from cpuos import Sandbox\n"
+        "Sandbox.create(template='base', memory='128MiB', disk='64MiB', cpu=1, timeout='20s')"
+    )
     for number in range(20):
         process = subprocess.Popen([sys.executable, "-c", script], env=instance.environment())
         time.sleep(0.25 + 0.02 * number)

@@ -176,7 +176,8 @@ def test_c06_multi_byte_characters_are_not_broken(sandbox: Sandbox) -> None:
     lines: list[str] = []
     sandbox.exec("fold -b -w 100000 | cat", stdin=text.encode(), on_stdout=lines.append, timeout=60)
     streamed = sandbox.exec(
-        "python3 -c \"import sys,time\nfor b in 'é🤣報\\n'.encode(): sys.stdout.buffer.write(bytes([b])); sys.stdout.flush(); time.sleep(0.01)\"",
+        "python3 -c \"import sys,time\nfor b in 'é🤣報\\\\n'.encode():\n"
+        ' sys.stdout.buffer.write(bytes([b])); sys.stdout.flush(); time.sleep(0.01)"',
         on_stdout=lines.append,
     )
     assert lines[-1] == "é🤣報"

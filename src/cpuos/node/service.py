@@ -360,7 +360,7 @@ class NodeService:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """One round: what is being deleted or is dead, and still has parts on the host; marks that are old; orphans, since
+        """One round: what is being deleted or is dead and still has parts on the host, marks that are old, and orphans:
         a start that this daemon's forerunner had begun may have come to its end after `recover` looked."""
         oldest = self._clock() - GONE_KEPT
         for record in list(self._records.values()):
