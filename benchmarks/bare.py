@@ -12,9 +12,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ControlExec", "namespace_socket", "run_detached"]
+__all__ = ["ControlExec", "RawTcp", "namespace_socket", "run_detached"]
 
 _CLONE_NEWNET = 0x40000000
+_PIECE = 1 << 20
+_ORDER_BYTES = 64
 
 
 class ControlExec:
@@ -60,6 +62,45 @@ class ControlExec:
                 if not parsed["success"]:
                     raise RuntimeError(f"cannot call {method}: {parsed.get('err')}")
                 return parsed.get("result")
+
+
+class RawTcp:
+    """The host's side of `guest_tcp.py`."""
+
+    def __init__(self, netns: Path) -> None:
+        self._netns = netns
+        self._buffer = bytearray(_PIECE)
+
+    def send(self, path: Path, count: int) -> None:
+        """`count` bytes of a file to the sink, until it says that all came."""
+        with self._ask(f"sink {count}") as connection, path.open("rb", buffering=0) as file:
+            view = memoryview(self._buffer)
+            while taken := file.readinto(self._buffer):
+                connection.sendall(view[:taken])
+            if connection.recv(1) != b"k":
+                raise RuntimeError("cannot send: the sink closed early")
+
+    def receive(self, count: int) -> None:
+        """`count` bytes from the source."""
+        self._drain(f"source {count}", count)
+
+    def cat(self, path: str, count: int) -> None:
+        """What `cat` writes to its end of the connection."""
+        self._drain(f"cat {path}", count)
+
+    def _drain(self, order: str, count: int) -> None:
+        left = count
+        with self._ask(order) as connection:
+            while taken := connection.recv_into(self._buffer):
+                left -= taken
+        if left:
+            raise RuntimeError(f"cannot receive: {left} of {count} bytes are missing")
+
+    def _ask(self, order: str) -> socket.socket:
+        connection = namespace_socket(self._netns)
+        connection.connect(("10.0.0.2", 9000))
+        connection.sendall(order.encode().ljust(_ORDER_BYTES))
+        return connection
 
 
 def namespace_socket(netns: Path) -> socket.socket:

@@ -1,0 +1,46 @@
+"""The figures: what is measured, and the value that each has to keep. The README's table says the same in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.commands import exec_true
+from benchmarks.results import Measured
+from benchmarks.stage import Stage
+from benchmarks.starts import create_to_first_exec
+from benchmarks.transfers import download, growth, stdout, upload
+from benchmarks.weights import help_time, idle_weight, import_time
+
+__all__ = ["FIGURES", "Figure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    name: str
+    limit: float
+    at_least: bool = False
+    """The limit is a floor; else it is a ceiling."""
+    unit: str = "x"
+    measure: Callable[[Stage], Measured]
+
+    def is_met(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    @property
+    def goal(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g} {self.unit}"
+
+
+# In the order in which they are measured: memory growth is noted over the transfers before it.
+FIGURES = (
+    Figure(name="exec_true", limit=1.8, measure=exec_true),
+    Figure(name="create_to_first_exec", limit=1.6, measure=create_to_first_exec),
+    Figure(name="upload_256mib", limit=0.5, at_least=True, measure=upload),
+    Figure(name="download_256mib", limit=0.5, at_least=True, measure=download),
+    Figure(name="stdout_200mb", limit=0.5, at_least=True, measure=stdout),
+    Figure(name="growth_mib", limit=64, unit="MiB", measure=growth),
+    Figure(name="idle_pss_mib", limit=45, unit="MiB", measure=idle_weight),
+    Figure(name="import_ms", limit=250, unit="ms", measure=import_time),
+    Figure(name="help_s", limit=0.5, unit="s", measure=help_time),
+)
