@@ -122,7 +122,7 @@ def test_c22_overwrite_rules(sandbox: Sandbox) -> None:
     useradd -m app 2>/dev/null || true
     echo old > owned; chmod 0640 owned; chown app:user owned; chmod g+w owned
     ln owned other-link; ln -s owned through
-    printf '#!/bin/sh\\necho run\\n' > tool; chmod 0755 tool; chown user:user tool through
+    printf '#!/bin/sh\\necho run\\n' > tool; chmod 0755 tool; chown -h user:user tool through
     mkdir closed; chmod 0555 closed; chown user:user . ; chown root:root closed
     """
     sandbox.exec(setup, user="root", check=True)
