@@ -10,7 +10,7 @@ const (
 	pipeBytes  = 1 << 20
 	batchBytes = 64 << 10
 	batchTime  = 500 * time.Microsecond
-	readBytes  = 256 << 10 // at most in one read, so that sending overlaps with reading
+	readBytes  = 512 << 10 // at most in one read, so that sending overlaps with reading
 )
 
 // stream is one output of a command. Its ring holds what the host has not acknowledged; the command's lock guards it,
