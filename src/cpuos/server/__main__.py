@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -79,6 +80,8 @@ async def _serve(settings: Settings) -> None:
         server = _Server(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.end)
+        gc.collect()
+        gc.freeze()  # what start-up made stays: the collector need not look at it in the middle of calls
         port = listening.getsockname()[1]
         publish_endpoint(settings.server_endpoint, settings.api_public_url or f"http://{settings.api_host}:{port}")
         _log.info("server ready", port=port)

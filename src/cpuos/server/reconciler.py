@@ -104,8 +104,11 @@ class Reconciler:
         await self._settlement.prune()
 
     async def take_changes(self, facts: Sequence[SandboxFacts]) -> None:
-        """News of some sandboxes."""
-        await self._apply(facts, listed_at=None)
+        """News of some sandboxes: deaths that are not the end of what this server is doing anyway."""
+        dead = [one for one in facts if not one.alive]
+        news = [one for one in dead if self._lifecycle.creation(one.id) or not self._tasks.busy(one.id)]
+        if news:
+            await self._apply(news, listed_at=None)
 
     async def ingest(self) -> None:
         """Take over the gateway's journal."""
