@@ -17,6 +17,7 @@ from cpuos.node.client import DialClient
 from cpuos.settings import Settings, load_settings, publish_endpoint
 
 MEMORY_LIMIT_VARIABLE = "CPUOS_GATEWAY_MEMORY_BYTES"
+MEMORY_BYTES = 2 << 30
 
 
 def main() -> None:
@@ -78,12 +79,12 @@ def _configure_logs() -> None:
 
 
 def _set_limits() -> None:
-    """Descriptors up to the hard limit; memory where the operator says so."""
+    """Descriptors up to the hard limit; memory far above any need: a fault ends this process, never the host."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    memory = os.environ.get(MEMORY_LIMIT_VARIABLE, "")
-    if memory.isdigit():
-        resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
+    told = os.environ.get(MEMORY_LIMIT_VARIABLE, "")
+    memory = int(told) if told.isdigit() else MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from cpuos.errors import AuthenticationError, Forbidden
 from cpuos.gateway.calls import Call
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
-from cpuos.gateway.sandboxes import GatewaySandbox, Sandboxes
+from cpuos.gateway.sandbox import GatewaySandbox
+from cpuos.gateway.sandboxes import Sandboxes
 from cpuos.gateway.streams import OpenStreams
 from cpuos.gateway.tickets import Revocations, Ticket, TicketVerifier
 

@@ -18,7 +18,7 @@ SANDBOX = "/v1/sandboxes/{sandbox}"
 COMMAND = f"{SANDBOX}/commands/{{command}}"
 
 
-async def get_health(call: Call) -> None:
+async def _get_health(call: Call) -> None:
     """GET /v1/health: the process answers."""
     await call.answer(200, b'{"status":"ok"}')
 
@@ -51,7 +51,7 @@ ROUTES = (
     _row("GET", "/v1/links/{token}", "link", "file.read", links.download),
     _row("HEAD", "/v1/links/{token}", "link", None, links.download),
     _row("WEBSOCKET", f"{SANDBOX}/pty", "exec", "command.start", pty.open_pty),
-    _row("GET", "/v1/health", None, None, get_health),
+    _row("GET", "/v1/health", None, None, _get_health),
 )
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from cpuos.errors import CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
 
-__all__ = ["Call", "ClientGone", "Message", "Receive", "Route", "Routes", "Send", "answer_error"]
+__all__ = ["Call", "ClientGone", "Message", "Receive", "Route", "Routes", "Send", "answer_error", "read_model"]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -211,14 +211,21 @@ async def answer_error(call: Call, error: BaseException) -> None:
         return
     if not isinstance(error, CpuosError):
         number = secrets.token_hex(8)
-        log.error("call.failed", path=call.scope.get("path"), request=number, exc_info=error)
+        log.error("call.failed", path=_logged_path(call), request=number, exc_info=error)
         error = PlatformError(
             "cannot serve the call: cpuOS failed", f"the gateway's log has it under {number}", code="internal"
         )
     if call.begun:
+        log.warning("call.cut", path=_logged_path(call), code=error.code, why=error.why)
         raise error
     with suppress(RuntimeError):
         await call.answer(error.status, json.dumps(error.body()).encode())
+
+
+def _logged_path(call: Call) -> str:
+    """Without the ticket that a link's path holds."""
+    path: str = call.scope.get("path", "")
+    return "/v1/links/…" if path.startswith("/v1/links/") else path[:200]
 
 
 def _too_large(limit: int) -> LimitReached:

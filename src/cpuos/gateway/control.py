@@ -25,18 +25,18 @@ SANDBOX = "/v1/sandboxes/{sandbox}"
 Text = Annotated[str, StringConstraints(max_length=1000)]
 
 
-class Attach(Request):
+class _Attach(Request):
     generation: int = Field(ge=1)
     hostname: Annotated[str, StringConstraints(max_length=64)] = ""
     wait_s: float = Field(10.0, ge=0, le=300)
 
 
-class Detach(Request):
+class _Detach(Request):
     reason: Literal["stopped", "lost"]
     text: Text = ""
 
 
-class Oom(Request):
+class _Oom(Request):
     """Memory ran out in a sandbox and a process was chosen: its number inside, and those of its ancestors."""
 
     pid: int = Field(ge=1)
@@ -44,7 +44,7 @@ class Oom(Request):
     at: float | None = None
 
 
-class Revoke(Request):
+class _Revoke(Request):
     """Exactly one."""
 
     jti: Text | None = None
@@ -52,64 +52,64 @@ class Revoke(Request):
     actor: Text | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Revoke:
+    def _one(self) -> _Revoke:
         if sum(value is not None for value in (self.jti, self.sandbox, self.actor)) != 1:
             raise ValueError("give exactly one of jti, sandbox and actor")
         return self
 
 
-async def attach(call: Call, gateway: Gateway) -> None:
-    request: Attach = read_model(Attach, await call.body(limit=MAX_JSON))
+async def _attach(call: Call, gateway: Gateway) -> None:
+    request: _Attach = read_model(_Attach, await call.body(limit=MAX_JSON))
     hello = await gateway.sandboxes.attach(
-        sandbox_id(call), request.generation, hostname=request.hostname, wait_s=request.wait_s
+        _sandbox_id(call), request.generation, hostname=request.hostname, wait_s=request.wait_s
     )
     await call.answer_json(200, {"agent": hello.agent, "contract": hello.contract, "boot_s": hello.boot_s})
 
 
-async def detach(call: Call, gateway: Gateway) -> None:
-    request: Detach = read_model(Detach, await call.body(limit=MAX_JSON))
+async def _detach(call: Call, gateway: Gateway) -> None:
+    request: _Detach = read_model(_Detach, await call.body(limit=MAX_JSON))
     status = CommandStatus.KILLED if request.reason == "stopped" else CommandStatus.SANDBOX_LOST
-    await gateway.sandboxes.detach(sandbox_id(call), status, request.text)
+    await gateway.sandboxes.detach(_sandbox_id(call), status, request.text)
     await call.answer(204, headers=[])
 
 
-async def forget(call: Call, gateway: Gateway) -> None:
-    await gateway.sandboxes.forget(sandbox_id(call))
+async def _forget(call: Call, gateway: Gateway) -> None:
+    await gateway.sandboxes.forget(_sandbox_id(call))
     await call.answer(204, headers=[])
 
 
-async def oom(call: Call, gateway: Gateway) -> None:
-    request: Oom = read_model(Oom, await call.body(limit=MAX_JSON))
-    commands = gateway.sandboxes.get(sandbox_id(call)).oom({request.pid, *request.ancestors})
+async def _oom(call: Call, gateway: Gateway) -> None:
+    request: _Oom = read_model(_Oom, await call.body(limit=MAX_JSON))
+    commands = gateway.sandboxes.get(_sandbox_id(call)).oom({request.pid, *request.ancestors})
     await call.answer_json(200, {"commands": commands})
 
 
-async def read_journal(call: Call, gateway: Gateway) -> None:
+async def _read_journal(call: Call, gateway: Gateway) -> None:
     after, limit = call.number("after", default=0), call.number("limit", default=1000, most=MAX_JOURNAL_PAGE)
     page = gateway.journal.page(after, limit=limit)
     await call.answer_json(200, {"instance": gateway.journal.instance, "entries": page.entries, "next": page.next})
 
 
-async def revoke(call: Call, gateway: Gateway) -> None:
-    request: Revoke = read_model(Revoke, await call.body(limit=MAX_JSON))
+async def _revoke(call: Call, gateway: Gateway) -> None:
+    request: _Revoke = read_model(_Revoke, await call.body(limit=MAX_JSON))
     for kind, value in request.model_dump(exclude_none=True).items():
         gateway.revocations.revoke(kind, value)
     ended = gateway.streams.end_revoked(gateway.revocations)
     await call.answer_json(200, {"ended_calls": ended})
 
 
-async def get_health(call: Call, gateway: Gateway) -> None:
+async def _get_health(call: Call, gateway: Gateway) -> None:
     await call.answer_json(200, {"status": "ok", "journal": gateway.journal.last})
 
 
 CONTROL_ROUTES = (
-    Route(method="POST", path=f"{SANDBOX}/attach", handler=attach),
-    Route(method="POST", path=f"{SANDBOX}/detach", handler=detach),
-    Route(method="POST", path=f"{SANDBOX}/oom", handler=oom),
-    Route(method="DELETE", path=SANDBOX, handler=forget),
-    Route(method="GET", path="/v1/journal", handler=read_journal),
-    Route(method="POST", path="/v1/tickets/revoke", handler=revoke),
-    Route(method="GET", path="/v1/health", handler=get_health),
+    Route(method="POST", path=f"{SANDBOX}/attach", handler=_attach),
+    Route(method="POST", path=f"{SANDBOX}/detach", handler=_detach),
+    Route(method="POST", path=f"{SANDBOX}/oom", handler=_oom),
+    Route(method="DELETE", path=SANDBOX, handler=_forget),
+    Route(method="GET", path="/v1/journal", handler=_read_journal),
+    Route(method="POST", path="/v1/tickets/revoke", handler=_revoke),
+    Route(method="GET", path="/v1/health", handler=_get_health),
 )
 
 
@@ -132,7 +132,7 @@ def create_control_app(gateway: Gateway) -> Callable[[Message, Receive, Send], A
     return app
 
 
-def sandbox_id(call: Call) -> str:
+def _sandbox_id(call: Call) -> str:
     """The id of the path, which becomes a folder's name: checked."""
     value = call.values["sandbox"]
     if not _SANDBOX_ID.fullmatch(value):

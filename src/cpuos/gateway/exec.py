@@ -8,12 +8,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cpuos.errors import CpuosError, InvalidRequest
+from cpuos.errors import Conflict, CpuosError, InvalidRequest
 from cpuos.gateway.access import Gateway
 from cpuos.gateway.calls import Call, ClientGone, read_model
 from cpuos.gateway.follow import KEEPALIVE, Follower
 from cpuos.gateway.records import RecordedCommand
-from cpuos.gateway.sandboxes import GatewaySandbox
+from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.signals import signal_number
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.base import Request
@@ -43,7 +43,7 @@ STALLED_S = 600.0
 """A client that takes nothing for so long is cut off; it may resume at its offsets."""
 
 
-class KillRequest(Request):
+class _KillRequest(Request):
     signal: str | int = "KILL"
     reason: Annotated[str, Field(max_length=1000)] = ""
 
@@ -196,6 +196,8 @@ def _parts(offset: int, total: int, gap: tuple[int, int] | None, limit: int | No
 async def write_stdin(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
     """POST …/stdin: bytes at an offset; a repeat is skipped. Answered when the program has taken them or is gone."""
     run = sandbox.find_run(call.values["command"])
+    if not sandbox.store.get(call.values["command"]).record.stdin_open:
+        raise Conflict("cannot take stdin: the command was started without it", hint='start it with "stdin": "open"')
     offset = call.number("offset", default=0)
     end = call.query("end") == "true"
     length = call.content_length
@@ -219,7 +221,7 @@ async def write_stdin(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gatew
 async def kill_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
     """POST …/kill: KILL ends the whole tree, and the answer is its end."""
     run = sandbox.find_run(call.values["command"])
-    request: KillRequest = read_model(KillRequest, await call.body(limit=gateway.limits.json_bytes))
+    request: _KillRequest = read_model(_KillRequest, await call.body(limit=gateway.limits.json_bytes))
     number = signal_number(request.signal)
     if run is not None:
         await run.kill(number, reason=request.reason or f"killed by {ticket.actor}")

@@ -16,12 +16,13 @@ from cpuos.gateway.agent.answers import AgentFileList, TreeDone, read_answer, re
 from cpuos.gateway.agent.connection import AgentConnection
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
 from cpuos.gateway.calls import Call, ClientGone
-from cpuos.gateway.sandboxes import GatewaySandbox
+from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.tickets import Ticket
 from cpuos.gateway.watch import send_events
 from cpuos.types.files import FileInfo, FileList
 
 __all__ = [
+    "journaled",
     "list_files",
     "make_directory",
     "move_file",
@@ -29,6 +30,8 @@ __all__ = [
     "read_tree",
     "remove_file",
     "send_file",
+    "shown_bytes",
+    "shown_path",
     "stat_file",
     "watch_files",
     "write_file",

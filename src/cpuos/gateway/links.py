@@ -11,7 +11,7 @@ from cpuos.gateway.access import Gateway
 from cpuos.gateway.agent.answers import read_answer
 from cpuos.gateway.calls import Call
 from cpuos.gateway.files import journaled, send_file, shown_bytes
-from cpuos.gateway.sandboxes import GatewaySandbox
+from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.files import FileInfo
 

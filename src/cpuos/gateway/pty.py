@@ -17,7 +17,7 @@ from cpuos.gateway.calls import Call, read_model
 from cpuos.gateway.commands import CommandRun
 from cpuos.gateway.follow import KEEPALIVE, Follower
 from cpuos.gateway.records import RecordedCommand
-from cpuos.gateway.sandboxes import GatewaySandbox
+from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.signals import signal_number
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.command import CommandStart, Pty
@@ -180,7 +180,7 @@ async def _take_up(socket: _Socket, run: CommandRun | None) -> None:
 async def _obey(run: CommandRun, frame: Frame) -> None:
     """One frame of the client. STDIN is appended as it comes: a WebSocket keeps order, so its offset is not needed."""
     if frame.kind is FrameKind.STDIN:
-        await run.write_stdin(frame.payload, offset=run.stdin.accepted)
+        await run.write_stdin(frame.payload, offset=None)
     elif frame.kind is FrameKind.STDIN_END:
         run.close_stdin()
     elif frame.kind is FrameKind.RESIZE:

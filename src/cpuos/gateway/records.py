@@ -42,6 +42,7 @@ class CommandRecord:
     """Idempotency key, with the digest of the body that it is bound to."""
     body_digest: str = ""
     timeout_s: float | None = None
+    stdin_open: bool = False
     pid: int | None = None
     outputs_removed: bool = False
 
@@ -62,19 +63,18 @@ class CommandRecord:
                 "key": self.key,
                 "body_digest": self.body_digest,
                 "timeout_s": self.timeout_s,
+                "stdin_open": self.stdin_open,
                 "pid": self.pid,
                 "outputs_removed": self.outputs_removed,
             }
         ).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> CommandRecord:
-        values: dict[str, Any] = json.loads(data)
-        return cls(
-            command=Command.model_validate(values.pop("command")),
-            ticket=Ticket(scope=frozenset(), issued_at=0, expires_at=0, **values.pop("ticket")),
-            **values,
-        )
+    def from_values(cls, values: dict[str, Any]) -> CommandRecord:
+        """From what `to_json` wrote."""
+        command = Command.model_validate(values["command"])
+        ticket = Ticket(scope=frozenset(), issued_at=0, expires_at=0, **values["ticket"])
+        return cls(**(values | {"command": command, "ticket": ticket}))
 
 
 class RecordedCommand:
@@ -218,15 +218,16 @@ def shown_argv(request: CommandStart) -> list[str]:
     return shown
 
 
-def read_record(folder: Path, command_id: str) -> CommandRecord | None:
-    """The record as it was saved last; None when none was saved whole."""
+def read_record(folder: Path, command_id: str) -> dict[str, Any] | None:
+    """The values of a record as it was saved last; None when none was saved whole."""
     try:
         lines = (folder / f"{command_id}.jsonl").read_bytes().split(b"\n")
     except OSError:
         return None
     for line in reversed(lines):
-        with suppress(ValueError, TypeError, KeyError):
-            return CommandRecord.from_json(line)
+        with suppress(ValueError):
+            if line:
+                return json.loads(line)
     return None
 
 

@@ -1,344 +1,30 @@
-"""The sandboxes whose agents this gateway speaks to: attach, detach, and finding all again after a restart."""
+"""All of this gateway's sandboxes, found again after a restart."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
 import shutil
-import string
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from cpuos.errors import (
-    AgentFailure,
-    Conflict,
-    CpuosError,
-    FileProblem,
-    InvalidRequest,
-    NotFound,
-    SandboxGone,
-    Unavailable,
-)
+from cpuos.errors import CpuosError, InvalidRequest, NotFound
 from cpuos.gateway.agent.answers import Hello
-from cpuos.gateway.agent.client import AgentClient, Dialler
+from cpuos.gateway.agent.client import Dialler
 from cpuos.gateway.agent.connection import AgentTimes
-from cpuos.gateway.commands import CommandRun
 from cpuos.gateway.journal import Journal
-from cpuos.gateway.limits import GatewayLimits, Slots
-from cpuos.gateway.records import CommandRecord, RecordedCommand, shown_argv
+from cpuos.gateway.limits import GatewayLimits
+from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.spool import SpoolLimits
 from cpuos.gateway.store import CommandStore
-from cpuos.gateway.tickets import Ticket
-from cpuos.types.command import Command, CommandStart, CommandStatus
+from cpuos.types.command import CommandStatus
 
-__all__ = ["GatewaySandbox", "Sandboxes"]
+__all__ = ["Sandboxes"]
 
 LOOK_EVERY_S = 2.0
-REATTACH_WAIT_S = 10.0
-"""A call for a sandbox that a restarted gateway has not reached yet waits so long."""
-MAX_START_BYTES = 2 << 20
-MISSING_PROGRAM = {"program_not_found": 127, "program_not_executable": 126}
-_ID_LETTERS = string.ascii_lowercase + string.digits
 
 log = structlog.get_logger("gateway.sandboxes")
-
-
-class GatewaySandbox:
-    """One sandbox: its agent while it lives, its commands, its slots."""
-
-    def __init__(
-        self,
-        sandbox_id: str,
-        *,
-        store: CommandStore,
-        journal: Journal,
-        dialler: Dialler,
-        limits: GatewayLimits,
-        times: AgentTimes,
-    ) -> None:
-        self.id = sandbox_id
-        self.store = store
-        self.slots = Slots(limits)
-        self.runs: dict[str, CommandRun] = {}
-        self.generation = 0
-        self.hostname = ""
-        self.ended: tuple[CommandStatus, str] | None = None
-        """How and why it ended: killed or sandbox_lost."""
-        self._journal = journal
-        self._dialler = dialler
-        self._times = times
-        self._settled: set[int] = set()
-        """Intents of commands not ended in the store whose outcome an earlier process wrote."""
-        self._agent: AgentClient | None = None
-        self._ready = asyncio.Event()
-        self._attaching = asyncio.Lock()
-        self.hello: Hello | None = None
-
-    # attach and detach
-
-    async def attach(self, generation: int, *, hostname: str, wait_s: float) -> Hello:
-        """Make the agent ours and take up its commands. A repeat answers the same; an older generation is refused."""
-        async with self._attaching:
-            if generation < self.generation:
-                raise Conflict(
-                    f"cannot attach generation {generation} of sandbox {self.id}",
-                    f"generation {self.generation} is known",
-                    code="stale_generation",
-                )
-            if generation == self.generation and self.ended is not None:
-                raise self.gone()
-            if generation == self.generation and self._ready.is_set() and self.hello is not None:
-                return self.hello
-            if generation > self.generation and self.generation:
-                await self._end(CommandStatus.SANDBOX_LOST, "the sandbox was made anew as another generation")
-            return await self._attach(generation, hostname=hostname, wait_s=wait_s)
-
-    async def _attach(self, generation: int, *, hostname: str, wait_s: float) -> Hello:
-        agent = self._client(generation)
-        try:
-            hello = await agent.identify(wait_s=wait_s)
-            self.generation, self.hostname, self.ended = generation, hostname, None
-            self._save()
-            self._agent = agent
-            if hello.commands or self.store.running:
-                await self._take_up(agent)
-        except BaseException:
-            self._agent = None
-            await agent.aclose()
-            raise
-        self.hello = hello
-        self._ready.set()
-        log.info("sandbox.attached", sandbox=self.id, generation=generation, commands=len(self.runs))
-        return hello
-
-    def _client(self, generation: int) -> AgentClient:
-        return AgentClient(self._dialler, sandbox_id=self.id, generation=generation, times=self._times)
-
-    async def _take_up(self, agent: AgentClient) -> None:
-        """After a restart: attach to what runs, end what the agent never got, kill what nobody recorded."""
-        known = {command.id for command in (await agent.commands()).commands}
-        for recorded in self._untaken():
-            run = self._run(recorded, agent)
-            if recorded.id in known:
-                run.recover()
-            else:
-                run.finish_unstarted()
-        for command_id in known - set(self.store.running):
-            if not self.store.has(command_id):
-                agent.kill_command_later(command_id)
-
-    async def detach(self, status: CommandStatus, reason: str) -> None:
-        """The sandbox ended: so do its commands and streams; output stays readable."""
-        async with self._attaching:
-            if self.ended is None:
-                await self._end(status, reason)
-                log.info("sandbox.detached", sandbox=self.id, status=status.value, reason=reason)
-
-    async def _end(self, status: CommandStatus, reason: str) -> None:
-        self.ended = (status, reason)
-        self._save()
-        self._ready.clear()
-        self.hello = None
-        agent, self._agent = self._agent, None
-        for recorded in self._untaken():
-            self._run(recorded, agent or self._client(0))
-        for run in list(self.runs.values()):
-            run.finish_with_sandbox(status, reason)
-        if agent is not None:
-            await agent.aclose()
-
-    def _untaken(self) -> list[RecordedCommand]:
-        """Running commands that were not taken up since a restart; each is counted as one now."""
-        untaken = [recorded for recorded in self.store.running.values() if recorded.id not in self.runs]
-        for recorded in untaken:
-            recorded.users += 1
-            self.slots.take("commands")
-        return untaken
-
-    async def leave(self) -> None:
-        """This process ends; the sandbox and its commands go on."""
-        for run in self.runs.values():
-            run.leave()
-        if self._agent is not None:
-            await self._agent.aclose()
-
-    def restore(self, facts: dict[str, Any], *, settled: set[int]) -> None:
-        """State as an earlier process saved it; not attached yet."""
-        self._settled = settled
-        self.generation = int(facts.get("generation", 0))
-        self.hostname = str(facts.get("hostname", ""))
-        ended = facts.get("ended")
-        self.ended = (CommandStatus(ended[0]), str(ended[1])) if ended else None
-
-    def _save(self) -> None:
-        ended = [self.ended[0].value, self.ended[1]] if self.ended else None
-        self.store.save_facts({"generation": self.generation, "hostname": self.hostname, "ended": ended})
-
-    # use
-
-    def gone(self) -> CpuosError:
-        status, reason = self.ended or (CommandStatus.SANDBOX_LOST, "")
-        if status is CommandStatus.KILLED:
-            return SandboxGone(f"cannot use sandbox {self.id}: it has ended", reason, code="sandbox_stopped")
-        return SandboxGone(f"cannot use sandbox {self.id}: it is lost", reason, code="sandbox_lost")
-
-    def check_generation(self, ticket: Ticket) -> None:
-        if ticket.generation != self.generation:
-            raise Conflict(
-                f"cannot use the ticket for generation {ticket.generation}",
-                f"the gateway knows generation {self.generation} of the sandbox",
-                code="stale_generation" if ticket.generation < self.generation else "wrong_state",
-                hint="get a new ticket: POST /v1/sandboxes/ID/access",
-            )
-
-    async def agent(self) -> AgentClient:
-        """The living agent; waits a little for a gateway that has just started."""
-        if self._agent is None or not self._ready.is_set():
-            if self.ended is not None:
-                raise self.gone()
-            try:
-                async with asyncio.timeout(REATTACH_WAIT_S):
-                    await self._ready.wait()
-            except TimeoutError:
-                raise AgentFailure(
-                    f"cannot reach sandbox {self.id}",
-                    f"its agent did not answer for {REATTACH_WAIT_S:g} s",
-                    code="agent_unresponsive",
-                ) from None
-        if self._agent is None:
-            raise self.gone()
-        return self._agent
-
-    # commands
-
-    async def start(
-        self, request: CommandStart, ticket: Ticket, *, key: str | None, body: bytes
-    ) -> tuple[RecordedCommand, bool]:
-        """Start a command, or give the one that this key started; True when it is new."""
-        digest = hashlib.sha256(body).hexdigest() if key is not None else ""
-        if key is not None and (known := self.store.by_key(key)) is not None:
-            if known[1] != digest:
-                raise Conflict(
-                    "cannot start the command: its idempotency key was used with another body",
-                    code="idempotency_mismatch",
-                )
-            if (started := self.runs.get(known[0].id)) is not None:
-                await started.wait_started()
-            return known[0], False
-        agent = await self.agent()
-        self.slots.take("commands")
-        try:
-            recorded = self._record(request, ticket, key=key, digest=digest)
-        except BaseException:
-            self.slots.give("commands")
-            raise
-        run = self._run(recorded, agent)
-        try:
-            await run.start(request)
-        except FileProblem as error:
-            code = MISSING_PROGRAM.get(str(error.details.get("agent_code")))
-            if code is None:
-                self._not_started(run, error, result="error")
-                raise
-            run.finish_missing(code, error.why)
-        except OSError as error:
-            refused = Unavailable(
-                "cannot record the command, so it was ended at once", str(error), code="gateway_unavailable"
-            )
-            self._not_started(run, refused, result="error")
-            agent.kill_command_later(recorded.id)
-            raise refused from error
-        except BaseException as error:
-            if recorded.ended:
-                return recorded, True
-            known_not = isinstance(error, CpuosError) and not isinstance(error, AgentFailure | Unavailable)
-            self._not_started(run, error, result="error" if known_not else "unknown")
-            if not known_not:
-                agent.kill_command_later(recorded.id)
-            raise
-        return recorded, True
-
-    def _record(self, request: CommandStart, ticket: Ticket, *, key: str | None, digest: str) -> RecordedCommand:
-        """The intent, in the journal and as a record. What cannot be written does not happen."""
-        command_id = "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in secrets.token_bytes(16))
-        argv = shown_argv(request)
-        detail = {"argv": argv, "cwd": request.cwd, "user": request.user, "timeout_s": request.timeout_s}
-        detail |= {"pty": request.pty is not None, "env": sorted(request.env)[:100]}
-        intent = self._journal.intent(ticket, "command.start", target=command_id, detail=detail)
-        record = CommandRecord(
-            command=Command(
-                id=command_id,
-                sandbox=self.id,
-                generation=self.generation,
-                argv=argv,
-                cwd=request.cwd,
-                user=request.user,
-                pty=request.pty is not None,
-                status=CommandStatus.RUNNING,
-                started_at=datetime.now(UTC),
-            ),
-            ticket=ticket,
-            intent=intent,
-            key=key,
-            body_digest=digest,
-            timeout_s=request.timeout_s,
-        )
-        return self.store.add(record)
-
-    def _run(self, recorded: RecordedCommand, agent: AgentClient) -> CommandRun:
-        run = CommandRun(
-            recorded,
-            agent=agent,
-            store=self.store,
-            journal=self._journal,
-            on_end=self._on_end,
-            journaled=recorded.record.intent in self._settled,
-        )
-        self.runs[recorded.id] = run
-        return run
-
-    def _on_end(self, run: CommandRun) -> None:
-        if self.runs.pop(run.id, None) is not None:
-            self.slots.give("commands")
-            self.store.end(run.recorded)
-            self.store.make_room()
-
-    def _not_started(self, run: CommandRun, error: BaseException, *, result: str) -> None:
-        record = run.recorded.record
-        detail = {"code": error.code, "error": str(error)} if isinstance(error, CpuosError) else {"error": repr(error)}
-        run.abandon(error)
-        if self.runs.pop(run.id, None) is not None:
-            self.slots.give("commands")
-            self.store.discard(run.recorded)
-        with suppress(CpuosError):
-            self._journal.outcome(
-                record.intent, record.ticket, "command.start", target=run.id, result=result, detail=detail
-            )
-
-    def find_run(self, command_id: str) -> CommandRun | None:
-        """The running command, or None when it has ended; unknown ids raise."""
-        self.store.get(command_id)
-        return self.runs.get(command_id)
-
-    def oom(self, pids: set[int]) -> list[str]:
-        """Mark the running commands that any of these processes belongs to; their ids.
-
-        Where none is a command's first process it was a child of one: all are marked. A mark counts only for a command
-        that ends by SIGKILL, or with a shell's word for it, in the next seconds.
-        """
-        marked = [run for run in self.runs.values() if run.recorded.record.pid in pids] or list(self.runs.values())
-        for run in marked:
-            run.oom()
-        return [run.id for run in marked]
-
-    def look(self) -> None:
-        for run in list(self.runs.values()):
-            run.look()
 
 
 class Sandboxes:
@@ -374,7 +60,7 @@ class Sandboxes:
             if sandbox.generation and sandbox.ended is None:
                 self._spawn(self._attach_again(sandbox))
             elif sandbox.ended is not None and sandbox.store.running:
-                await sandbox._end(*sandbox.ended)
+                await sandbox.end(*sandbox.ended)
         self._spawn(self._watch())
 
     async def aclose(self) -> None:

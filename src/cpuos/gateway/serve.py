@@ -19,6 +19,10 @@ __all__ = ["HttpListener"]
 
 MAX_HEAD_BYTES = 32 << 10
 KEEP_ALIVE_S = 75
+FIRST_REQUEST_S = 30.0
+"""A connection whose first request's head is not whole by then is closed."""
+MAX_CONNECTIONS = 2048
+"""A request's body is read only behind a good ticket; until then a connection holds at most 64 KiB of it."""
 MAX_WEBSOCKET_MESSAGE = 1 << 20
 _PEER = struct.Struct("3i")
 
@@ -90,9 +94,20 @@ class _BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if self._check is not None and not self._check(transport):
             log.warning("peer.refused", uid=_peer_uid(transport))
-            self._check = None
             transport.abort()
+        elif len(self.connections) >= MAX_CONNECTIONS:
+            log.warning("connections.full", limit=MAX_CONNECTIONS)
+            transport.abort()
+        self._first_request = self.loop.call_later(FIRST_REQUEST_S, transport.abort)
         super().connection_made(_HeadWithBody(transport, self.loop))  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._first_request.cancel()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        self._first_request.cancel()
+        super().on_headers_complete()
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0

@@ -29,7 +29,7 @@ class SpoolLimits:
     head_bytes: int = 128 << 20
     tail_bytes: int = 128 << 20
     sandbox_bytes: int = 1 << 30
-    records: int = 2000
+    records: int = 1000
     """Ended commands that a sandbox's list goes back."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable
 
@@ -24,6 +23,8 @@ class StdinPipe:
         self._notify = notify
         self._held: deque[tuple[int, bytes]] = deque()
         self._acknowledged = True
+        self.known = False
+        """The agent has told how much it took: after a restart of ours nobody else knows."""
         self.accepted = 0
         """Bytes taken from clients."""
         self.taken = 0
@@ -76,6 +77,7 @@ class StdinPipe:
     def connected(self, taken: int | None) -> None:
         """A stream to the agent stands again: send what it may have missed. None: this agent acknowledges nothing."""
         self._acknowledged = taken is not None
+        self.known = True
         if taken is not None and not self.accepted:
             self.accepted = self.taken = taken  # after a restart of ours the agent knows better
         elif taken is not None:
@@ -84,8 +86,3 @@ class StdinPipe:
             self._write(encode_frame(FrameKind.STDIN, piece, offset=offset))
         if self.closed_at is not None:
             self._write(encode_frame(FrameKind.STDIN_END, offset=self.closed_at))
-
-
-def acknowledgement(stdout: int, stderr: int) -> bytes:
-    """The ACK frame: output until there is recorded."""
-    return encode_frame(FrameKind.ACK, json.dumps({"stdout": stdout, "stderr": stderr}).encode(), offset=stdout)

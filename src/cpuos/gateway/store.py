@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from cpuos.errors import NotFound
 from cpuos.gateway.records import CommandRecord, RecordedCommand, read_record, remove_files, write_whole
 from cpuos.gateway.spool import SpoolLimits
+from cpuos.types.command import CommandStatus
 
 __all__ = ["CommandStore"]
 
@@ -36,22 +38,26 @@ class CommandStore:
         self._load()
 
     def _load(self) -> None:
-        ids = {path.name.partition(".")[0] for path in self._commands.iterdir()}
+        """Without opening what has ended: there can be many."""
+        sizes: dict[str, int] = {}
+        for entry in os.scandir(self._commands):
+            command_id = entry.name.partition(".")[0]
+            recorded = entry.name.endswith((".stdout", ".stderr"))
+            sizes[command_id] = sizes.get(command_id, 0) + (entry.stat().st_size if recorded else 0)
         found = []
-        for command_id in ids:
-            recorded = self._read(command_id)
-            if recorded is None:
+        for command_id in sizes:
+            values = read_record(self._commands, command_id)
+            if values is None:
                 remove_files(self._commands, command_id)  # died before its record was whole
             else:
-                found.append(recorded)
-        found.sort(key=lambda recorded: (recorded.record.intent, recorded.id))
-        for recorded in found:
-            if recorded.record.key is not None:
-                self._keys[recorded.record.key] = (recorded.id, recorded.record.body_digest)
-            if recorded.ended:
-                self._count(recorded.id, recorded.stored)
+                found.append((values["intent"], command_id, values))
+        for _, command_id, values in sorted(found, key=lambda row: row[:2]):
+            if values["key"] is not None:
+                self._keys[values["key"]] = (command_id, values["body_digest"])
+            if values["command"]["status"] == CommandStatus.RUNNING:
+                self.running[command_id] = self._read(command_id)
             else:
-                self.running[recorded.id] = recorded
+                self._count(command_id, sizes[command_id])
 
     # facts of the sandbox
 
@@ -143,8 +149,10 @@ class CommandStore:
     # inner
 
     def _read(self, command_id: str) -> RecordedCommand | None:
-        record = read_record(self._commands, command_id)
-        return None if record is None else RecordedCommand(record, folder=self._commands, limits=self._limits)
+        values = read_record(self._commands, command_id)
+        if values is None:
+            return None
+        return RecordedCommand(CommandRecord.from_values(values), folder=self._commands, limits=self._limits)
 
     def _remember(self, recorded: RecordedCommand) -> None:
         self._recent[recorded.id] = recorded

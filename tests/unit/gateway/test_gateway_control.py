@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gateway_rig import SANDBOX, LocalDialler, Rig, TicketMint, error_code, open_rig
 
-from cpuos.gateway.commands import CommandRun
+from cpuos.gateway.ending import CommandEnding
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.spool import SpoolLimits
 from cpuos.types.frames import FrameDecoder, FrameKind
@@ -230,7 +230,7 @@ async def test_a_crash_between_outcome_and_record(
     """The agent still knows the end: it is recorded again, and journaled once."""
     mint = TicketMint(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(CommandRun, "_save_end", lambda self: None)
+        patch.setattr(CommandEnding, "save", lambda self: None)
         async with open_rig(tmp_path, dialler, mint=mint) as rig:
             await rig.attach()
             async with rig.client() as client:

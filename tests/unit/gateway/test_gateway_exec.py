@@ -244,3 +244,9 @@ async def test_unknown_routes_and_methods(client: DataClient) -> None:
     for method, path in [("GET", "/nothing"), ("PUT", "/commands"), ("GET", "/commands/x/y/z")]:
         answer = await client.call(method, path)
         assert (answer.status_code, error_code(answer)) == (404, "not_found")
+
+
+async def test_too_long_a_command_line_is_refused_before_it_starts(client: DataClient, rig: Rig) -> None:
+    answer = await client.call("POST", "/commands", json={"argv": ["echo", "\x01" * 500_000], "cwd": "/"})
+    assert (answer.status_code, error_code(answer)) in [(422, "invalid_request"), (413, "body_too_large")]
+    assert await rig.journal() == []

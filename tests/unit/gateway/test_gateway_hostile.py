@@ -117,7 +117,7 @@ async def test_starts(tmp_path: Path, misdeed: Misdeed) -> None:
 
 @pytest.mark.parametrize("misdeed", STREAMS)
 async def test_streams_end_as_unknown(tmp_path: Path, misdeed: Misdeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuos.gateway.commands.RETRY_S", (0.01,))
+    monkeypatch.setattr("cpuos.gateway.trust.RETRY_S", (0.01,))
     async with attached(tmp_path) as (agent, _, client):
         agent.misbehave(misdeed, at="/v1/commands")
         answer = await client.call("POST", "/commands", json={"command": "true"})
@@ -139,7 +139,7 @@ async def test_a_lying_end_changes_no_count(tmp_path: Path) -> None:
 
 
 async def test_output_that_goes_back_is_not_recorded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuos.gateway.commands.RETRY_S", (0.01,))
+    monkeypatch.setattr("cpuos.gateway.trust.RETRY_S", (0.01,))
     async with attached(tmp_path) as (agent, _, client):
         agent.misbehave(Misdeed.BACK_OFFSET, at="/v1/commands")
         command_id = await client.spawn("true")
@@ -170,7 +170,7 @@ async def test_a_flood_is_bounded_in_memory_and_on_disk(tmp_path: Path) -> None:
 
 
 async def test_a_silent_stream_ends_as_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuos.gateway.commands.RETRY_S", (0.01,))
+    monkeypatch.setattr("cpuos.gateway.trust.RETRY_S", (0.01,))
     monkeypatch.setattr("cpuos.gateway.commands.SILENCE_LIMIT_S", 0.0)
     monkeypatch.setattr("cpuos.gateway.sandboxes.LOOK_EVERY_S", 0.05)
     async with attached(tmp_path) as (agent, _, client):

@@ -26,6 +26,8 @@ IDLE_LIMIT_S = 300.0
 FIRST_CONNECT_LIMIT_S = 0.1
 """While a sandbox boots, a SYN into its not yet living link is lost: better a new one than TCP's retry after 1 s."""
 BOOT_POLL_S = 0.01
+BOOT_SOON_S = 0.5
+BOOT_SLOW_POLL_S = 0.05
 DELETE_QUIET_S = 0.5
 DELETE_BATCH = 32
 
@@ -80,7 +82,8 @@ class AgentClient:
 
     async def identify(self, *, wait_s: float) -> Hello:
         """Make the agent ours: dial until it answers, prove who asks, and check who answers."""
-        deadline = time.monotonic() + wait_s
+        began = time.monotonic()
+        deadline = began + wait_s
         connect_limit_s = FIRST_CONNECT_LIMIT_S
         while True:
             try:
@@ -88,7 +91,7 @@ class AgentClient:
             except AgentFailure as error:
                 if error.code != "agent_unresponsive" or time.monotonic() >= deadline:
                     raise
-            await asyncio.sleep(BOOT_POLL_S)
+            await asyncio.sleep(BOOT_POLL_S if time.monotonic() - began < BOOT_SOON_S else BOOT_SLOW_POLL_S)
             connect_limit_s = min(connect_limit_s * 1.5, self.times.connect_s)
 
     async def _identify_once(self, connect_limit_s: float) -> Hello:
