@@ -188,14 +188,15 @@ async def test_list_filters(server: Server) -> None:
         answer = await server.http.get("/v1/sandboxes", params=query)
         return [sandbox["id"] for sandbox in answer.json()["sandboxes"]]
 
-    assert await ids() == [first["id"]]
-    assert await ids(state="all") == [second["id"], first["id"]]
+    assert await ids() == await ids(state="all") == [second["id"], first["id"]]
+    assert await ids(state="live") == [first["id"]]
     assert await ids(state="stopped") == [second["id"]]
     assert await ids(state=["running", "stopped"]) == [second["id"], first["id"]]
     assert await ids(state="all", name="two") == [second["id"]]
     assert await ids(state="all", label="team:data") == [second["id"], first["id"]]
     assert await ids(state="all", label=["team:data", "env:a:b"]) == [first["id"]]
     assert await ids(label="team:other") == []
+    assert await ids(label="team:data", state="live") == [first["id"]]
     assert await ids(state="all", limit=1) == [second["id"]]
 
 

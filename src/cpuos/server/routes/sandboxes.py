@@ -43,12 +43,12 @@ async def list_sandboxes(
     state: Annotated[
         list[SandboxState | Literal["live", "all"]],
         Query(description="May repeat. `live` is every state of a sandbox that has not ended.", max_length=16),
-    ] = ["live"],  # noqa: B006
+    ] = ["all"],  # noqa: B006
     label: Annotated[list[str], Query(description="key:value; may repeat, all must match.", max_length=64)] = [],  # noqa: B006
     name: Annotated[str | None, Query(max_length=63)] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = MAX_LISTED,
 ) -> SandboxList:
-    """Sandboxes of the workspace, newest first; those that live, unless `state` says otherwise."""
+    """Sandboxes of the workspace, newest first."""
     async with plane.database.read() as connection:
         rows = await records.list_sandboxes(
             connection,
