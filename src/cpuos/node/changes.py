@@ -25,6 +25,12 @@ class ChangeFeed:
         self._seq = self._floor = int(now() * 1e6)
         self._latest: OrderedDict[str, tuple[int, SandboxFacts]] = OrderedDict()
         self._changed = asyncio.Event()
+        self._closed = False
+
+    def close(self) -> None:
+        """Let those who wait go: the daemon stops."""
+        self._closed = True
+        self._changed.set()
 
     def publish(self, facts: SandboxFacts) -> None:
         self._seq += 1
@@ -38,7 +44,7 @@ class ChangeFeed:
         """Changes with a higher number; waits up to `wait_s` for the first."""
         if not self._floor <= seq <= self._seq:
             return self._seq, [facts for _, facts in self._latest.values()]
-        if seq == self._seq and wait_s > 0:
+        if seq == self._seq and wait_s > 0 and not self._closed:
             changed = self._changed
             try:
                 async with asyncio.timeout(wait_s):

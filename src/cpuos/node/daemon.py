@@ -168,6 +168,7 @@ async def running_node(settings: Settings, *, parts: NodeParts) -> AsyncIterator
         yield node.service
     finally:
         server.should_exit = True
+        node.service.changes.close()
         await asyncio.gather(serving, return_exceptions=True)
         api_socket.close()
         await dial.close()
