@@ -24,13 +24,12 @@ _EMPTY_STEPS = (
 def show(ctx: typer.Context) -> None:
     """One line of state and three of next steps; never fails, since it is where people look when something does."""
     from cpuos import Client, Sandbox
-    from cpuos.types.sandbox import LIVE_STATES
 
     output = current_output(ctx)
     running, problem, live = True, "", []
     try:
         with Client() as client:
-            live = [info for info in Sandbox.list(client=client) if info.state in LIVE_STATES]
+            live = Sandbox.list(client=client)
     except (Unavailable, AuthenticationError) as error:
         running, problem = False, error.why or error.what
     except CpuosError as error:

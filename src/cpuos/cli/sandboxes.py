@@ -78,12 +78,11 @@ def list_sandboxes(
 ) -> None:
     """List sandboxes that are alive, newest first."""
     from cpuos import Client, Sandbox
-    from cpuos.types.sandbox import LIVE_STATES
 
     output = current_output(ctx)
     with Client() as client:
-        found = Sandbox.list(state=state, labels=parse_pairs(label, option="--label"), client=client)
-    shown = [info for info in found if everything or state or info.state in LIVE_STATES]
+        wanted = state or ("all" if everything else None)
+        shown = Sandbox.list(state=wanted, labels=parse_pairs(label, option="--label"), client=client)
     if output.json:
         output.data({"sandboxes": shown})
     elif quiet:

@@ -125,7 +125,11 @@ class AsyncSandbox:
         Without `state` those that have not ended; "all" has the ended ones too. `connect` opens one.
         """
         used = client or AsyncClient()
-        query = {"state": state, "name": name, "label": [f"{key}:{value}" for key, value in (labels or {}).items()]}
+        query = {
+            "state": state or "live",
+            "name": name,
+            "label": [f"{key}:{value}" for key, value in (labels or {}).items()],
+        }
         try:
             answer = await used.server.call("GET", "/v1/sandboxes", query=query)
         finally:

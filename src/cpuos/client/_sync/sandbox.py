@@ -124,7 +124,11 @@ class Sandbox:
         Without `state` those that have not ended; "all" has the ended ones too. `connect` opens one.
         """
         used = client or Client()
-        query = {"state": state, "name": name, "label": [f"{key}:{value}" for key, value in (labels or {}).items()]}
+        query = {
+            "state": state or "live",
+            "name": name,
+            "label": [f"{key}:{value}" for key, value in (labels or {}).items()],
+        }
         try:
             answer = used.server.call("GET", "/v1/sandboxes", query=query)
         finally:
