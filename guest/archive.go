@@ -64,7 +64,11 @@ func demandReadable(p string, file fs.FileInfo, all bool) error {
 			}
 			return nil
 		}
-		return fileError("read", full, syscall.Faccessat(atFdcwd, full, 4, atEaccess))
+		needs := uint32(4)
+		if file.IsDir() {
+			needs |= 1 // names alone do not make a copy
+		}
+		return fileError("read", full, syscall.Faccessat(atFdcwd, full, needs, atEaccess))
 	}
 	if err := look(p, "", file); err != nil || !file.IsDir() {
 		return err

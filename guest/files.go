@@ -279,8 +279,11 @@ func walk(folder, name string, depth int, visit func(full, name string, file fs.
 	slices.SortFunc(entries, func(x, y fs.DirEntry) int { return strings.Compare(x.Name(), y.Name()) })
 	for _, entry := range entries {
 		file, err := entry.Info()
-		if err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
 			continue // gone meanwhile
+		}
+		if err != nil {
+			return err // a folder that only tells names, a path that is too long: nothing below may be missing unsaid
 		}
 		full, below := folder+"/"+entry.Name(), path.Join(name, entry.Name())
 		if folder == "/" {

@@ -148,10 +148,13 @@ func (w *fileWriter) commit() error {
 			return err
 		}
 	}
+	chmod := func() error { return syscall.Fchmod(int(w.file.Fd()), mode) }
 	if w.mode >= 0 {
 		mode = uint32(w.mode)
-	}
-	if err := syscall.Fchmod(int(w.file.Fd()), mode); err != nil {
+		if err := w.who.run(chmod); err != nil { // what is asked for only as far as the user may: no setgid of a foreign group
+			return err
+		}
+	} else if err := chmod(); err != nil {
 		return err
 	}
 	if err := w.file.Sync(); err != nil {

@@ -155,7 +155,7 @@ func (c *command) openStdio(start *commandStart, who *user, attributes *syscall.
 	var input *os.File
 	fd, err := 0, error(nil)
 	if start.Stdin == "open" {
-		input, fd, err = makePipe(false)
+		input, fd, err = makePipe(who, false)
 	} else {
 		fd, err = syscall.Open("/dev/null", syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
 	}
@@ -166,7 +166,7 @@ func (c *command) openStdio(start *commandStart, who *user, attributes *syscall.
 	c.stdin = newStdinQueue(input, false)
 	c.stdin.notify = func() { poke(c.wake) }
 	for i, name := range [...]string{"stdout", "stderr"} {
-		output, fd, err := makePipe(true)
+		output, fd, err := makePipe(who, true)
 		if err != nil {
 			c.closeStdio()
 			return theirs, err
