@@ -177,7 +177,7 @@ func (a *agent) accepts(from *conn, claim identity) bool {
 	a.generation, a.sessionKey = claim.Generation, claim.SessionKey
 	for c := range a.conns {
 		if c != from {
-			c.tcp.Close()
+			c.cut()
 		}
 	}
 	if claim.Hostname != "" && os.Getpid() == 1 {

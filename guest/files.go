@@ -176,23 +176,6 @@ func openRegular(p string) (*os.File, int64, error) {
 	return file, now.Size(), nil
 }
 
-// sendFile sends exactly length bytes, or fails.
-func (r *request) sendFile(file *os.File, offset, length int64) error {
-	b := blocks.take()
-	defer blocks.give(b, blockBytes)
-	for length > 0 {
-		n, err := file.ReadAt(b[:min(length, blockBytes)], offset)
-		if n == 0 {
-			return err
-		}
-		if err := r.send(b[:n]); err != nil {
-			return err
-		}
-		offset, length = offset+int64(n), length-int64(n)
-	}
-	return nil
-}
-
 func (a *agent) statFile(r *request, _ string) error {
 	p, who := a.target(r, "path")
 	follow := r.flag("follow", false)

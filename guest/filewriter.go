@@ -9,15 +9,12 @@ import (
 	"os"
 	"path"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"syscall"
 )
 
 const (
 	temporaryPrefix = ".cpuos-tmp-"            // of a file being written; with its random part far below NAME_MAX
 	temporaryNew    = temporaryPrefix + "new-" // of one that replaces nothing: a watch tells them apart
-	syncBytes       = 32 << 20
 )
 
 func (a *agent) writeFile(r *request, _ string) error {
@@ -34,7 +31,7 @@ func (a *agent) writeFile(r *request, _ string) error {
 	}
 	if err == nil {
 		defer w.close()
-		err = copyBody(w.file, r)
+		err = r.copyTo(w.file)
 	}
 	if err == nil {
 		err = w.commit()
@@ -48,14 +45,11 @@ func (a *agent) writeFile(r *request, _ string) error {
 	return r.reply(200, a.info(p, file, ""))
 }
 
-// copyBody writes a whole body to a file. What is written goes to the disk meanwhile, so that the last sync is short.
+// copyBody writes a whole body to a file.
 func copyBody(file *os.File, body io.Reader) error {
 	b := blocks.take()
 	defer blocks.give(b, blockBytes)
-	var syncing sync.WaitGroup
-	defer syncing.Wait()
-	var busy atomic.Bool
-	for total := 0; ; {
+	for {
 		n, err := io.ReadFull(body, b[:])
 		if err != nil && err != io.EOF && err != io.ErrUnexpectedEOF {
 			return err
@@ -65,13 +59,6 @@ func copyBody(file *os.File, body io.Reader) error {
 		}
 		if err != nil {
 			return nil
-		}
-		if total += n; total >= syncBytes && busy.CompareAndSwap(false, true) {
-			total = 0
-			syncing.Go(func() {
-				syscall.Fdatasync(int(file.Fd()))
-				busy.Store(false)
-			})
 		}
 	}
 }
@@ -157,9 +144,7 @@ func (w *fileWriter) commit() error {
 	} else if err := chmod(); err != nil {
 		return err
 	}
-	if err := w.file.Sync(); err != nil {
-		return err
-	}
+	// No sync: what was written outlives this process and the sandbox's kernel, and no sandbox outlives its host's.
 	err := w.who.run(func() error {
 		if w.exclusive {
 			return renameNew(w.temporary, w.final)
