@@ -83,13 +83,13 @@ class RecordedCommand:
     Its files are `ID.jsonl`, `ID.stdout`, `ID.stderr`; each is made when there is something to write.
     """
 
-    def __init__(self, record: CommandRecord, *, folder: Path, limits: SpoolLimits) -> None:
+    def __init__(self, record: CommandRecord, *, folder: Path, limits: SpoolLimits, fresh: bool = False) -> None:
         self.record = record
         self.folder = folder
         self.users = 0
         """Holders of open descriptors: the command's run, and its followers."""
         self.streams: dict[StreamName, StreamFile] = {
-            name: StreamFile(folder / f"{self.id}.{name}", limits=limits) for name in STREAMS
+            name: StreamFile(folder / f"{self.id}.{name}", limits=limits, fresh=fresh) for name in STREAMS
         }
         self._descriptor: int | None = None
         self.followers: set[Any] = set()

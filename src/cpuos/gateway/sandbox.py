@@ -23,8 +23,9 @@ from cpuos.errors import (
     Unavailable,
 )
 from cpuos.gateway.agent.answers import Hello
-from cpuos.gateway.agent.client import AgentClient, Dialler
+from cpuos.gateway.agent.client import AgentClient
 from cpuos.gateway.agent.connection import AgentTimes
+from cpuos.gateway.agent.sockets import Dialler
 from cpuos.gateway.commands import CommandRun
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits, Slots

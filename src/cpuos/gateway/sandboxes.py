@@ -11,8 +11,8 @@ import structlog
 
 from cpuos.errors import CpuosError, InvalidRequest, NotFound
 from cpuos.gateway.agent.answers import Hello
-from cpuos.gateway.agent.client import Dialler
 from cpuos.gateway.agent.connection import AgentTimes
+from cpuos.gateway.agent.sockets import Dialler
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.sandbox import GatewaySandbox

@@ -113,6 +113,11 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_message_begin()
 
+    def on_body(self, body: bytes) -> None:
+        if not self.cycle.body:
+            self.cycle.body = b""  # nothing to append to: what came becomes the message without a copy
+        super().on_body(body)
+
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
         super().on_url(url)

@@ -11,8 +11,8 @@ from pathlib import Path
 import structlog
 
 from cpuos.gateway.access import Gateway
-from cpuos.gateway.agent.client import Dialler
 from cpuos.gateway.agent.connection import AgentTimes
+from cpuos.gateway.agent.sockets import Dialler
 from cpuos.gateway.app import create_app
 from cpuos.gateway.control import create_control_app
 from cpuos.gateway.journal import Journal

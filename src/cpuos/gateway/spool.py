@@ -36,7 +36,8 @@ class SpoolLimits:
 class StreamFile:
     """One stream's record. Offsets count the bytes that the program wrote, from 0."""
 
-    def __init__(self, path: Path, *, limits: SpoolLimits) -> None:
+    def __init__(self, path: Path, *, limits: SpoolLimits, fresh: bool = False) -> None:
+        """`fresh`: nothing is there yet, so nothing is looked up."""
         self._path = path
         self._side_path = path.with_name(f"{path.name}.ring")
         self._descriptor: int | None = None
@@ -45,7 +46,8 @@ class StreamFile:
         self._head = limits.head_bytes
         self._tail = limits.tail_bytes
         self.total = 0
-        self._load()
+        if not fresh:
+            self._load()
 
     def _load(self) -> None:
         try:

@@ -74,7 +74,7 @@ class CommandStore:
 
     def add(self, record: CommandRecord) -> RecordedCommand:
         """A command that is about to start; nothing of it is on the disk until `save`."""
-        recorded = RecordedCommand(record, folder=self._commands, limits=self._limits)
+        recorded = RecordedCommand(record, folder=self._commands, limits=self._limits, fresh=True)
         recorded.users += 1
         self.running[recorded.id] = recorded
         if record.key is not None:

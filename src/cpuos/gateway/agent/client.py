@@ -9,14 +9,15 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from cpuos.errors import AgentFailure, CpuosError
 from cpuos.gateway.agent.answers import AgentCommands, Hello, read_answer, refusal
 from cpuos.gateway.agent.connection import AgentConnection, AgentTimes, FrameSink, open_connection
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
+from cpuos.gateway.agent.sockets import Dialler, SocketStock, duplicate
 
-__all__ = ["AgentClient", "Dialled", "Dialler"]
+__all__ = ["AgentClient"]
 
 MAX_JSON = 4 << 20
 MAX_IDLE = 4
@@ -32,32 +33,11 @@ DELETE_QUIET_S = 0.5
 DELETE_BATCH = 32
 
 
-class Dialled(Protocol):
-    """What the node gives: a socket to connect, and the signed identity for the agent."""
-
-    @property
-    def socket(self) -> Any: ...
-    @property
-    def address(self) -> tuple[str, int] | str: ...
-    @property
-    def statement(self) -> bytes: ...
-    @property
-    def signature(self) -> bytes: ...
-    @property
-    def session_key(self) -> bytes: ...
-
-
-class Dialler(Protocol):
-    """`cpuos.node.client.DialClient`, or a stand-in."""
-
-    async def dial(self, sandbox_id: str, generation: int) -> Dialled: ...
-
-
 class AgentClient:
     """Opened by `identify`. Every call takes a connection of its own; a call that fails half-way closes it."""
 
     def __init__(self, dialler: Dialler, *, sandbox_id: str, generation: int, times: AgentTimes | None = None) -> None:
-        self._dialler = dialler
+        self._sockets = SocketStock(dialler, sandbox_id=sandbox_id, generation=generation)
         self.times = times or AgentTimes()
         self._sandbox_id = sandbox_id
         self._generation = generation
@@ -76,6 +56,7 @@ class AgentClient:
         for connection, _ in self._idle:
             connection.close()
         self._idle.clear()
+        self._sockets.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # identity
@@ -95,7 +76,7 @@ class AgentClient:
             connect_limit_s = min(connect_limit_s * 1.5, self.times.connect_s)
 
     async def _identify_once(self, connect_limit_s: float) -> Hello:
-        dialled = await self._dialler.dial(self._sandbox_id, self._generation)
+        dialled = await self._sockets.dial()
         connection = await open_connection(dialled.socket, dialled.address, times=self.times, limit_s=connect_limit_s)
         try:
             body = json.dumps(
@@ -271,8 +252,17 @@ class AgentClient:
             self._idle.append((connection, time.monotonic()))
 
     async def _dial(self) -> AgentConnection:
-        dialled = await self._dialler.dial(self._sandbox_id, self._generation)
-        return await open_connection(dialled.socket, dialled.address, times=self.times)
+        guest, address = await self._sockets.take()
+        again = duplicate(guest)
+        try:
+            connection = await open_connection(guest, address, times=self.times)
+        except BaseException:
+            if again is not None:
+                again.close()
+            raise
+        if again is not None:
+            connection.when_closed = lambda: self._sockets.give(again, address)
+        return connection
 
     def _refill(self) -> None:
         if not self._refilling and not self._closed and len(self._idle) < SPARE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,6 +94,8 @@ class AgentConnection(asyncio.BufferedProtocol):
         self._eof = False
         self._pieces = FramePieces()
         self._sink: FrameSink | None = None
+        self.when_closed: Callable[[], None] | None = None
+        """Called once the socket is not used any more."""
         self.answered = False
         """Bytes of the answer to the last request have come."""
 
@@ -131,6 +133,9 @@ class AgentConnection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._eof = True
+        if self.when_closed is not None:
+            self._loop.call_soon(self.when_closed)
+            self.when_closed = None
         if error is not None and self._error is None:
             self._error = agent_unresponsive(f"the connection broke: {error}")
         self._wake()
