@@ -22,7 +22,7 @@ from cpuos.errors import Conflict, CpuosError, LimitReached, NotFound, OutputLos
 from cpuos.types.command import Command, CommandStatus
 from cpuos.types.units import parse_duration_s, parse_size_bytes
 
-__all__ = ["AsyncJob", "feed_stdin", "follow", "kill_quietly"]
+__all__ = ["AsyncJob", "feed_stdin", "follow", "kill_command", "kill_quietly"]
 
 # Shorter than the read time limit, so that a quiet answer is never taken for a cut.
 LONG_POLL_S = 25.0
@@ -93,7 +93,7 @@ class AsyncJob:
 
     async def kill(self, signal: str = "KILL") -> None:
         """Signal the whole process tree; nothing happens when it has ended."""
-        await _kill(self._gateway, self.id, signal)
+        await kill_command(self._gateway, self.id, signal)
 
     async def output(self, stream: str = "stdout", *, offset: int = 0, limit: int | None = None) -> bytes:
         """Recorded bytes from `offset` on. Raises `output_lost` when some of them are not held any more."""
@@ -205,7 +205,7 @@ async def kill_quietly(gateway: AsyncGateway, stream: CommandStream, body: bytes
             async for _ in _events(gateway, stream, body=body, key=key, until_started=True):
                 pass
         if stream.command_id is not None and stream.ended is None:
-            await _kill(gateway, stream.command_id, "KILL")
+            await kill_command(gateway, stream.command_id, "KILL")
     except CpuosError:
         # The caller has its own error to raise; the command's own time limit and the sandbox's still hold.
         return
@@ -271,7 +271,7 @@ async def _open_stream(
     return await gateway.open("GET", path, query={**stream.offsets, "tail": tail})
 
 
-async def _kill(gateway: AsyncGateway, command_id: str, signal: str) -> None:
+async def kill_command(gateway: AsyncGateway, command_id: str, signal: str) -> None:
     path = f"{gateway.root}/commands/{quote(command_id, safe='')}/kill"
     await gateway.call("POST", path, headers=_JSON, content=json.dumps({"signal": signal}).encode())
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 
 from cpuos.client._async.connection import AsyncGateway
-from cpuos.client._async.job import kill_quietly
+from cpuos.client._async.job import kill_command, kill_quietly
 from cpuos.client._backend_async import Lock, WebSocket, shielded
 from cpuos.client._http import TransportFailure, encode_query, unreachable
 from cpuos.client._sink import OutputSink
@@ -60,7 +60,8 @@ class AsyncPty:
 
     async def kill(self, signal: str = "KILL") -> None:
         """Signal the command; "INT" is Ctrl-C."""
-        await self._send_json(FrameKind.KILL, {"signal": signal})
+        # Not on the socket: there it would wait behind keys that the program does not read.
+        await kill_command(self._gateway, self.id, signal)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:

@@ -15,7 +15,7 @@ from cpuos.client._sink import OutputSink
 from cpuos.client._start import encode_start
 from cpuos.client._stream import CommandStream, Output
 from cpuos.client._sync.connection import Gateway
-from cpuos.client._sync.job import kill_quietly
+from cpuos.client._sync.job import kill_command, kill_quietly
 from cpuos.client.result import Result, raise_platform_failure
 from cpuos.errors import CpuosError
 from cpuos.types.frames import FrameKind, encode_frame
@@ -61,7 +61,8 @@ class Pty:
 
     def kill(self, signal: str = "KILL") -> None:
         """Signal the command; "INT" is Ctrl-C."""
-        self._send_json(FrameKind.KILL, {"signal": signal})
+        # Not on the socket: there it would wait behind keys that the program does not read.
+        kill_command(self._gateway, self.id, signal)
 
     def __iter__(self) -> Iterator[bytes]:
         while True:
