@@ -20,10 +20,10 @@ type logFile struct {
 	lost bool // the copy is not, or no longer, whole
 }
 
-// add writes bytes that were just read into the ring at the stream's end; the first call over the threshold starts the
+// add writes the bytes at the stream's end, which were just read into the ring; the first call over the threshold starts the
 // file with all bytes before them, which the ring still holds at its start.
 func (l *logFile) add(c *command, s *stream, data []byte) {
-	total := s.written + uint64(len(data))
+	total := s.written
 	if l.lost || total <= copyThreshold {
 		return
 	}

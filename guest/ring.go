@@ -131,13 +131,12 @@ func (c *command) pump(s *stream) {
 		case n > 0 && n < min(len(space), batchBytes):
 			time.Sleep(batchTime)
 		}
-		if n > 0 {
-			s.copy.add(c, s, space[:n])
-		}
+		// Told first: the session sends the bytes while they are copied. They stay where they are until this loop's next read.
 		c.produced(s, n)
 		if n == 0 {
 			break
 		}
+		s.copy.add(c, s, space[:n])
 	}
 	c.release()
 	if !last {
