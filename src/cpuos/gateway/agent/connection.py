@@ -7,6 +7,8 @@ is paused while the buffer is full; frames are handed to the sink as they arrive
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -63,7 +65,7 @@ async def open_connection(
     limit_s = times.connect_s if limit_s is None else limit_s
     try:
         async with asyncio.timeout(limit_s):
-            await loop.sock_connect(guest, address)
+            await _connect(loop, guest, address)
         if guest.family in (socket.AF_INET, socket.AF_INET6):
             guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _, connection = await loop.create_connection(lambda: AgentConnection(loop, times=times), sock=guest)
@@ -74,6 +76,21 @@ async def open_connection(
         guest.close()
         raise
     return connection
+
+
+async def _connect(loop: asyncio.AbstractEventLoop, guest: socket.socket, address: tuple[str, int] | str) -> None:
+    """As `loop.sock_connect`, which looks an address up in a thread even where it is a number."""
+    error = guest.connect_ex(address)
+    if error == errno.EINPROGRESS:
+        ready: asyncio.Future[None] = loop.create_future()
+        loop.add_writer(guest, lambda: ready.done() or ready.set_result(None))
+        try:
+            await ready
+        finally:
+            loop.remove_writer(guest)
+        error = guest.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
 
 
 class AgentConnection(asyncio.BufferedProtocol):
