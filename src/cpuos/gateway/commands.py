@@ -57,14 +57,16 @@ class CommandRun:
         agent: AgentClient,
         store: CommandStore,
         journal: Journal,
-        on_end: Callable[[CommandRun], None],
+        on_told: Callable[[], None],
+        on_saved: Callable[[CommandRun], None],
         journaled: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.recorded = recorded
         self._agent = agent
         self._store = store
-        self._on_end = on_end
+        self._told = on_told
+        self._saved = on_saved
         self._clock = clock
         self._connection: AgentConnection | None = None
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -84,7 +86,7 @@ class CommandRun:
         self.ending = CommandEnding(
             recorded,
             journal=journal,
-            on_told=self._drop_connection,
+            on_told=self._on_told,
             on_saved=self._on_saved,
             journaled=journaled,
             clock=clock,
@@ -280,8 +282,12 @@ class CommandRun:
         self._spawn(self._kill_quietly(why))
         return True
 
+    def _on_told(self) -> None:
+        self._drop_connection()
+        self._told()
+
     def _on_saved(self) -> None:
-        self._on_end(self)
+        self._saved(self)
         if not self._left:
             self._agent.forget_command(self.id)
 

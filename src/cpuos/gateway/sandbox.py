@@ -166,7 +166,7 @@ class GatewaySandbox:
 
     async def leave(self) -> None:
         """This process ends; the sandbox and its commands go on."""
-        for run in self.runs.values():
+        for run in list(self.runs.values()):
             run.leave()
         if self._agent is not None:
             await self._agent.aclose()
@@ -302,15 +302,15 @@ class GatewaySandbox:
             agent=agent,
             store=self.store,
             journal=self._journal,
-            on_end=self._on_end,
+            on_told=lambda: self.slots.give("commands"),
+            on_saved=self._on_saved,
             journaled=recorded.record.intent in self._settled,
         )
         self.runs[recorded.id] = run
         return run
 
-    def _on_end(self, run: CommandRun) -> None:
+    def _on_saved(self, run: CommandRun) -> None:
         if self.runs.pop(run.id, None) is not None:
-            self.slots.give("commands")
             self.store.end(run.recorded)
             self.store.make_room()
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpuos.errors import OutputLost
@@ -55,7 +55,7 @@ def everything(stream: StreamFile, *, step: int = 1000) -> tuple[bytes, bytes]:
     return parts[0], parts[1] if gap else b""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     head=st.integers(1, 60),
     tail=st.integers(1, 60),
@@ -89,7 +89,7 @@ def test_head_and_tail_are_right_and_the_dropped_bytes_exact(
         again.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     head=st.integers(1, 40),
     tail=st.integers(1, 40),
@@ -120,7 +120,7 @@ def test_a_write_cut_short_by_a_crash_spoils_nothing_that_counts(
         again.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     head=st.integers(1, 60),
     tail=st.integers(1, 80),
