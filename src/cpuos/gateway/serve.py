@@ -12,17 +12,13 @@ from typing import Any
 
 import structlog
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
+
+from cpuos.bounded import BoundedProtocol
 
 __all__ = ["HttpListener"]
 
-MAX_HEAD_BYTES = 32 << 10
 KEEP_ALIVE_S = 75
-FIRST_REQUEST_S = 30.0
-"""A connection whose first request's head is not whole by then is closed."""
-MAX_CONNECTIONS = 2048
-"""A request's body is read only behind a good ticket; until then a connection holds at most 64 KiB of it."""
 MAX_WEBSOCKET_MESSAGE = 1 << 20
 _PEER = struct.Struct("3i")
 
@@ -73,9 +69,9 @@ class HttpListener:
         with suppress(OSError):
             self._listening.close()
 
-    def _protocol(self) -> HttpToolsProtocol:
+    def _protocol(self) -> BoundedProtocol:
         peers = self._peers
-        return _BoundedProtocol(
+        return _Protocol(
             config=self._config,
             server_state=self._state,
             app_state={},
@@ -83,53 +79,23 @@ class HttpListener:
         )
 
 
-class _BoundedProtocol(HttpToolsProtocol):
-    """llhttp itself has no limit on the size of a request's head."""
+class _Protocol(BoundedProtocol):
+    """Peers are checked where there is a list of them."""
 
     def __init__(self, *, check: Callable[[asyncio.BaseTransport], bool] | None, **rest: Any) -> None:
         super().__init__(**rest)
         self._check = check
-        self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if self._check is not None and not self._check(transport):
             log.warning("peer.refused", uid=_peer_uid(transport))
             transport.abort()
-        elif len(self.connections) >= MAX_CONNECTIONS:
-            log.warning("connections.full", limit=MAX_CONNECTIONS)
-            transport.abort()
-        self._first_request = self.loop.call_later(FIRST_REQUEST_S, transport.abort)
         super().connection_made(_HeadWithBody(transport, self.loop))  # type: ignore[arg-type]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._first_request.cancel()
-        super().connection_lost(exc)
-
-    def on_headers_complete(self) -> None:
-        self._first_request.cancel()
-        super().on_headers_complete()
-
-    def on_message_begin(self) -> None:
-        self._head_bytes = 0
-        super().on_message_begin()
 
     def on_body(self, body: bytes) -> None:
         if not self.cycle.body:
             self.cycle.body = b""  # nothing to append to: what came becomes the message without a copy
         super().on_body(body)
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
-
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError("request head over its limit")
 
 
 class _HeadWithBody:

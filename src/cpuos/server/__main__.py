@@ -19,6 +19,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from cpuos.bounded import BoundedProtocol
 from cpuos.errors import CpuosError, SetupRequired
 from cpuos.node.client import LocalNodeClient
 from cpuos.scheduler.base import CapacityRules
@@ -74,7 +75,12 @@ async def _serve(settings: Settings) -> None:
     gateway = LocalGatewayControl(settings.gateway_socket)
     async with open_control_plane(options, node=node, gateway=gateway) as plane:
         config = uvicorn.Config(
-            create_app(plane), log_config=None, access_log=False, lifespan="off", server_header=False
+            create_app(plane),
+            http=BoundedProtocol,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
         )
         config.timeout_graceful_shutdown = STOP_CALLS_S
         server = _Server(config)
