@@ -6,20 +6,28 @@ import (
 	"time"
 )
 
-const keepaliveTime = 5 * time.Second
+const (
+	keepaliveTime = 5 * time.Second
+	heldTime      = 4 * time.Millisecond // a program that ends within it is told in one packet
+)
 
 // session streams one command over one upgraded connection. A newer session of the same command ends an older one.
 type session struct {
 	r    *request
 	c    *command
 	sent [2]uint64
+	held []byte        // of the beginning, not yet sent
 	gone chan struct{} // closed when the host's side of the connection ended
 }
 
 func (r *request) upgradeToFrames() error {
+	return r.send(r.framesHead())
+}
+
+func (r *request) framesHead() []byte {
 	r.answered, r.keepAlive = true, false
 	r.tcp.SetReadDeadline(never)
-	return r.send([]byte("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + framesProtocol + "\r\n\r\n"))
+	return []byte("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + framesProtocol + "\r\n\r\n")
 }
 
 func (r *request) sendFrame(kind byte, offset uint64, body any) error {
@@ -56,16 +64,11 @@ func (c *command) stream(r *request, offsets [2]uint64) error {
 	c.mu.Unlock()
 	defer s.leave()
 	accepted, _ := c.stdin.offsets()
-	if err := r.upgradeToFrames(); err != nil {
-		return err
-	}
-	if err := r.sendFrame(frameStarted, 0, map[string]any{"pid": pid, "stdin": accepted}); err != nil {
-		return err
-	}
+	payload, _ := json.Marshal(map[string]any{"pid": pid, "stdin": accepted})
+	s.held = append(r.framesHead(), encodeFrame(frameStarted, 0, payload)...)
 	for name, gap := range gaps {
-		if err := r.sendFrame(frameGap, gap[0], map[string]any{"stream": name, "from": gap[0], "to": gap[1]}); err != nil {
-			return err
-		}
+		payload, _ := json.Marshal(map[string]any{"stream": name, "from": gap[0], "to": gap[1]})
+		s.held = append(s.held, encodeFrame(frameGap, gap[0], payload)...)
 	}
 	go s.listen()
 	err := s.run(accepted)
@@ -93,32 +96,53 @@ func (s *session) run(stdinTold uint64) error {
 		out, data, offset, ended := s.next(turn)
 		if data != nil {
 			putFrameHeader(head, out.kind, len(data), offset)
-			if err := s.r.send(head, data); err != nil {
+			if err := s.send(head, data); err != nil {
 				return err
 			}
 			continue
 		}
 		if _, written := s.c.stdin.offsets(); written > stdinTold {
 			stdinTold = written
-			if err := s.r.sendFrame(frameAck, 0, map[string]any{"stdin": written}); err != nil {
+			if err := s.sendFrame(frameAck, map[string]any{"stdin": written}); err != nil {
 				return err
 			}
 			continue
 		}
 		if ended {
-			return s.r.sendFrame(frameEnded, 0, s.c.record())
+			return s.sendFrame(frameEnded, s.c.record())
 		}
-		silence.Reset(keepaliveTime)
+		if s.held != nil {
+			silence.Reset(heldTime)
+		} else {
+			silence.Reset(keepaliveTime)
+		}
 		select {
 		case <-s.c.wake:
 		case <-s.gone:
 			return nil
 		case <-silence.C:
-			if err := s.r.sendFrame(frameKeepalive, 0, nil); err != nil {
+			if s.held == nil {
+				s.held = encodeFrame(frameKeepalive, 0, nil)
+			}
+			if err := s.send(); err != nil {
 				return err
 			}
 		}
 	}
+}
+
+// send sends what was held back, and these parts behind it.
+func (s *session) send(parts ...[]byte) error {
+	if s.held != nil {
+		parts = append([][]byte{s.held}, parts...)
+		s.held = nil
+	}
+	return s.r.send(parts...)
+}
+
+func (s *session) sendFrame(kind byte, body any) error {
+	payload, _ := json.Marshal(body)
+	return s.send(encodeFrame(kind, 0, payload))
 }
 
 // next finds unsent output, of each stream in turn; ended is true when there is none and none will come.

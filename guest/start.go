@@ -97,15 +97,21 @@ func (c *command) start(start *commandStart) error {
 	}
 	env := c.environment(start, who)
 	cwd := absolute(start.Cwd)
-	program, err := who.findProgram(argv[0], cwd, env["PATH"])
-	if err != nil {
-		return err
-	}
 	attributes := &syscall.ProcAttr{Dir: cwd, Env: environList(env), Sys: &syscall.SysProcAttr{Setsid: true}}
 	if int(who.uid) != os.Geteuid() || os.Geteuid() == 0 {
 		attributes.Sys.Credential = &syscall.Credential{Uid: who.uid, Gid: who.gid, Groups: who.groups}
 	}
-	theirs, err := c.openStdio(start, who, attributes)
+	var program string
+	var theirs []int
+	err = who.run(func() (err error) { // once for all: changing credentials and back is a dozen calls
+		if program, err = who.findProgram(argv[0], cwd, env["PATH"]); err == nil && start.Pty == nil {
+			theirs, err = c.openPipes(start, attributes)
+		}
+		return err
+	})
+	if err == nil && start.Pty != nil {
+		theirs, err = c.openTerminal(start, who, attributes)
+	}
 	defer func() {
 		for _, fd := range theirs {
 			syscall.Close(fd)
@@ -134,28 +140,32 @@ func (c *command) start(start *commandStart) error {
 	return nil
 }
 
-// openStdio makes the program's three descriptors; theirs are to be closed after the start.
-func (c *command) openStdio(start *commandStart, who *user, attributes *syscall.ProcAttr) (theirs []int, err error) {
-	newStream := func(name string, kind byte, file *os.File) *stream {
-		return &stream{name: name, kind: kind, file: file, ring: blocks.take(), space: make(chan struct{}, 1)}
+func newStream(name string, kind byte, file *os.File) *stream {
+	return &stream{name: name, kind: kind, file: file, ring: blocks.take(), space: make(chan struct{}, 1)}
+}
+
+// openTerminal makes the one descriptor of a program on a terminal; it is to be closed after the start.
+func (c *command) openTerminal(start *commandStart, who *user, attributes *syscall.ProcAttr) (theirs []int, err error) {
+	master, slave, err := openPty(who, *start.Pty)
+	if err != nil {
+		return nil, err
 	}
-	if start.Pty != nil {
-		master, slave, err := openPty(who, *start.Pty)
-		if err != nil {
-			return nil, err
-		}
-		fd := uintptr(slave)
-		attributes.Files = []uintptr{fd, fd, fd}
-		attributes.Sys.Setctty = true
-		c.out[0] = newStream("stdout", frameStdout, master)
-		c.stdin = newStdinQueue(master, true)
-		c.stdin.notify = func() { poke(c.wake) }
-		return []int{slave}, nil
-	}
+	fd := uintptr(slave)
+	attributes.Files = []uintptr{fd, fd, fd}
+	attributes.Sys.Setctty = true
+	c.out[0] = newStream("stdout", frameStdout, master)
+	c.stdin = newStdinQueue(master, true)
+	c.stdin.notify = func() { poke(c.wake) }
+	return []int{slave}, nil
+}
+
+// openPipes makes the program's three descriptors; theirs are to be closed after the start. Done as the user: the pipes are
+// then its own, and it may open them anew by /dev/stdout and the like.
+func (c *command) openPipes(start *commandStart, attributes *syscall.ProcAttr) (theirs []int, err error) {
 	var input *os.File
-	fd, err := 0, error(nil)
+	fd := 0
 	if start.Stdin == "open" {
-		input, fd, err = makePipe(who, false)
+		input, fd, err = makePipe(false)
 	} else {
 		fd, err = syscall.Open("/dev/null", syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
 	}
@@ -166,7 +176,7 @@ func (c *command) openStdio(start *commandStart, who *user, attributes *syscall.
 	c.stdin = newStdinQueue(input, false)
 	c.stdin.notify = func() { poke(c.wake) }
 	for i, name := range [...]string{"stdout", "stderr"} {
-		output, fd, err := makePipe(who, true)
+		output, fd, err := makePipe(true)
 		if err != nil {
 			c.closeStdio()
 			return theirs, err
@@ -205,44 +215,40 @@ func startError(program string, err error) error {
 	return fileError("start", program, err)
 }
 
-// findProgram looks the working folder and the program up as the user sees them.
+// findProgram looks the working folder and the program up; within run, as the user sees them.
 func (u *user) findProgram(name, cwd, path string) (program string, err error) {
-	err = u.run(func() error {
-		folder, e := os.Stat(cwd)
-		if e == nil && folder.IsDir() {
-			e = syscall.Faccessat(atFdcwd, cwd, 1, atEaccess)
+	folder, e := os.Stat(cwd)
+	if e == nil && folder.IsDir() {
+		e = syscall.Faccessat(atFdcwd, cwd, 1, atEaccess)
+	}
+	if errors.Is(e, syscall.EACCES) {
+		return "", fileError("work in", cwd, e)
+	}
+	if e != nil || !folder.IsDir() {
+		return "", fail(404, "cwd_not_found", "cannot work in %s: no such folder", cwd)
+	}
+	candidates := []string{name}
+	if !strings.Contains(name, "/") {
+		candidates = filepath.SplitList(path)
+		for i, folder := range candidates {
+			candidates[i] = folder + "/" + name
 		}
-		if errors.Is(e, syscall.EACCES) {
-			return fileError("work in", cwd, e)
+	}
+	blocked := false
+	for _, candidate := range candidates {
+		if !strings.HasPrefix(candidate, "/") {
+			candidate = cwd + "/" + candidate
 		}
-		if e != nil || !folder.IsDir() {
-			return fail(404, "cwd_not_found", "cannot work in %s: no such folder", cwd)
+		file, e := os.Stat(candidate)
+		if e == nil && file.Mode().IsRegular() && syscall.Faccessat(atFdcwd, candidate, 1, atEaccess) == nil {
+			return candidate, nil
 		}
-		candidates := []string{name}
-		if !strings.Contains(name, "/") {
-			candidates = filepath.SplitList(path)
-			for i, folder := range candidates {
-				candidates[i] = folder + "/" + name
-			}
-		}
-		blocked := false
-		for _, candidate := range candidates {
-			if !strings.HasPrefix(candidate, "/") {
-				candidate = cwd + "/" + candidate
-			}
-			file, e := os.Stat(candidate)
-			if e == nil && file.Mode().IsRegular() && syscall.Faccessat(atFdcwd, candidate, 1, atEaccess) == nil {
-				program = candidate
-				return nil
-			}
-			blocked = blocked || e == nil || errors.Is(e, syscall.EACCES)
-		}
-		if blocked {
-			return fail(403, "program_not_executable", "cannot start %s: user %s may not execute it", name, u.name)
-		}
-		return fail(404, "program_not_found", "cannot start %s: no such program", name)
-	})
-	return program, err
+		blocked = blocked || e == nil || errors.Is(e, syscall.EACCES)
+	}
+	if blocked {
+		return "", fail(403, "program_not_executable", "cannot start %s: user %s may not execute it", name, u.name)
+	}
+	return "", fail(404, "program_not_found", "cannot start %s: no such program", name)
 }
 
 // environment is the fixed base, then the image's, then the caller's; the mark of the tree cannot be overridden.

@@ -47,11 +47,10 @@ func errnoOrNil(e syscall.Errno) error {
 	return nil
 }
 
-// makePipe gives an ordinary end for the program and a polled, non-blocking one for the agent. It belongs to the user, who
-// may then open it anew by /dev/stdout and the like.
-func makePipe(who *user, agentReads bool) (agent *os.File, program int, err error) {
+// makePipe gives an ordinary end for the program and a polled, non-blocking one for the agent.
+func makePipe(agentReads bool) (agent *os.File, program int, err error) {
 	var p [2]int
-	if err = who.run(func() error { return syscall.Pipe2(p[:], syscall.O_CLOEXEC) }); err != nil {
+	if err = syscall.Pipe2(p[:], syscall.O_CLOEXEC); err != nil {
 		return nil, 0, err
 	}
 	ours, theirs := p[0], p[1]
