@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from benchmarks.figures import FIGURES
 from benchmarks.results import block_ratios, compare_rates, compare_times, percentile
 
