@@ -1,11 +1,14 @@
-"""Who may come in: the ticket of a call, and the sandbox that it opens."""
+"""Who may come in: the ticket of a call, the sandbox that it opens, and the journal's entries of what it does."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from cpuos.errors import AuthenticationError, Forbidden
-from cpuos.gateway.calls import Call
+from cpuos.errors import AgentFailure, AuthenticationError, CpuosError, Forbidden, SandboxGone
+from cpuos.gateway.calls import Call, ClientGone
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.sandbox import GatewaySandbox
@@ -13,7 +16,7 @@ from cpuos.gateway.sandboxes import Sandboxes
 from cpuos.gateway.streams import OpenStreams
 from cpuos.gateway.tickets import Revocations, Ticket, TicketVerifier
 
-__all__ = ["Gateway", "authorize", "bearer"]
+__all__ = ["Gateway", "authorize", "bearer", "journaled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +54,26 @@ def authorize(gateway: Gateway, sandbox_id: str, text: str, *, scope: str) -> tu
     sandbox = gateway.sandboxes.get(sandbox_id)
     sandbox.check_generation(ticket)
     return sandbox, ticket
+
+
+@asynccontextmanager
+async def journaled(
+    gateway: Gateway, ticket: Ticket, action: str, *, target: str, detail: dict[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """Intent before, outcome after, also on failure; the body may add to the outcome's detail."""
+    intent = gateway.journal.intent(ticket, action, target=target, detail=detail)
+    result = "unknown"
+    try:
+        yield detail
+        result = "ok"
+    except ClientGone:
+        detail["error"] = "the client left"
+        raise
+    except (AgentFailure, SandboxGone) as error:
+        detail["code"] = error.code
+        raise
+    except CpuosError as error:
+        result, detail["code"] = "error", error.code
+        raise
+    finally:
+        gateway.journal.outcome(intent, ticket, action, target=target, result=result, detail=detail)

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cpuos.errors import Conflict, CpuosError, InvalidRequest
-from cpuos.gateway.access import Gateway
+from cpuos.gateway.access import Gateway, journaled
 from cpuos.gateway.calls import Call, ClientGone, read_model
 from cpuos.gateway.follow import KEEPALIVE, Follower
 from cpuos.gateway.records import RecordedCommand
@@ -224,7 +224,9 @@ async def kill_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gate
     request: _KillRequest = read_model(_KillRequest, await call.body(limit=gateway.limits.json_bytes))
     number = signal_number(request.signal)
     if run is not None:
-        await run.kill(number, reason=request.reason or f"killed by {ticket.actor}")
+        detail = {"signal": number, "reason": request.reason}
+        async with journaled(gateway, ticket, "command.kill", target=run.id, detail=detail):
+            await run.kill(number, reason=request.reason or f"killed by {ticket.actor}")
     await call.answer_model(200, sandbox.store.get(call.values["command"]).command())
 
 

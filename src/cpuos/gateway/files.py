@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from cpuos.errors import AgentFailure, CpuosError, FileProblem, InvalidRequest, LimitReached, SandboxGone
-from cpuos.gateway.access import Gateway
+from cpuos.errors import FileProblem, InvalidRequest, LimitReached
+from cpuos.gateway.access import Gateway, journaled
 from cpuos.gateway.agent.answers import AgentFileList, TreeDone, read_answer, refusal
 from cpuos.gateway.agent.connection import AgentConnection
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
@@ -22,7 +22,6 @@ from cpuos.gateway.watch import send_events
 from cpuos.types.files import FileInfo, FileList
 
 __all__ = [
-    "journaled",
     "list_files",
     "make_directory",
     "move_file",
@@ -276,26 +275,3 @@ async def _journaled(gateway: Gateway, ticket: Ticket, action: str, call: Call) 
         detail["to"] = to
     async with journaled(gateway, ticket, action, target=target, detail=detail) as shared:
         yield shared
-
-
-@asynccontextmanager
-async def journaled(
-    gateway: Gateway, ticket: Ticket, action: str, *, target: str, detail: dict[str, Any]
-) -> AsyncIterator[dict[str, Any]]:
-    """Intent before, outcome after, also on failure; the body may add to the outcome's detail."""
-    intent = gateway.journal.intent(ticket, action, target=target, detail=detail)
-    result = "unknown"
-    try:
-        yield detail
-        result = "ok"
-    except ClientGone:
-        detail["error"] = "the client left"
-        raise
-    except (AgentFailure, SandboxGone) as error:
-        detail["code"] = error.code
-        raise
-    except CpuosError as error:
-        result, detail["code"] = "error", error.code
-        raise
-    finally:
-        gateway.journal.outcome(intent, ticket, action, target=target, result=result, detail=detail)

@@ -7,10 +7,10 @@ import re
 from urllib.parse import quote
 
 from cpuos.errors import AuthenticationError, Forbidden, InvalidRequest
-from cpuos.gateway.access import Gateway
+from cpuos.gateway.access import Gateway, journaled
 from cpuos.gateway.agent.answers import read_answer
 from cpuos.gateway.calls import Call
-from cpuos.gateway.files import journaled, send_file, shown_bytes
+from cpuos.gateway.files import send_file, shown_bytes
 from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.files import FileInfo

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cpuos.errors import AuthenticationError, CpuosError, InvalidRequest, PlatformError
-from cpuos.gateway.access import Gateway, authorize, bearer
+from cpuos.gateway.access import Gateway, authorize, bearer, journaled
 from cpuos.gateway.calls import Call, read_model
 from cpuos.gateway.commands import CommandRun
 from cpuos.gateway.follow import KEEPALIVE, Follower
@@ -50,7 +50,8 @@ async def open_pty(call: Call, gateway: Gateway) -> None:
         sandbox, ticket = authorize(gateway, call.values["sandbox"], text, scope="exec")
         with gateway.streams.open(ticket), sandbox.slots.hold("ptys"):
             recorded = await _command(call, sandbox, ticket)
-            await _serve(socket, recorded, sandbox.runs.get(recorded.id))
+            run = sandbox.runs.get(recorded.id)
+            await _serve(socket, recorded, None if run is None else _Keys(run, gateway, ticket))
         await socket.close(CLOSED)
     except _Gone:
         pass
@@ -128,10 +129,10 @@ async def _command(call: Call, sandbox: GatewaySandbox, ticket: Ticket) -> Recor
     return recorded
 
 
-async def _serve(socket: _Socket, recorded: RecordedCommand, run: CommandRun | None) -> None:
+async def _serve(socket: _Socket, recorded: RecordedCommand, keys: _Keys | None) -> None:
     """Both directions until the program ends or the client leaves."""
     down = asyncio.create_task(_send_down(socket, recorded))
-    up = asyncio.create_task(_take_up(socket, run))
+    up = asyncio.create_task(_take_up(socket, keys))
     try:
         await asyncio.wait({down, up}, return_when=asyncio.FIRST_COMPLETED)
         if down.done():
@@ -162,7 +163,7 @@ async def _send_down(socket: _Socket, recorded: RecordedCommand) -> None:
         follower.close()
 
 
-async def _take_up(socket: _Socket, run: CommandRun | None) -> None:
+async def _take_up(socket: _Socket, keys: _Keys | None) -> None:
     decoder = FrameDecoder(max_payload=MAX_UP_FRAME)
     while True:
         message = await socket.receive()
@@ -173,23 +174,38 @@ async def _take_up(socket: _Socket, run: CommandRun | None) -> None:
         except FrameError as error:
             raise InvalidRequest("cannot read the message", str(error)) from None
         for frame in frames:
-            if run is not None and not run.recorded.ended:
-                await _obey(run, frame)
+            if keys is not None:
+                await keys.take(frame)
 
 
-async def _obey(run: CommandRun, frame: Frame) -> None:
-    """One frame of the client. STDIN is appended as it comes: a WebSocket keeps order, so its offset is not needed."""
-    if frame.kind is FrameKind.STDIN:
-        await run.write_stdin(frame.payload, offset=None)
-    elif frame.kind is FrameKind.STDIN_END:
-        run.close_stdin()
-    elif frame.kind is FrameKind.RESIZE:
-        size: Pty = read_model(Pty, frame.payload)
-        run.resize(size.cols, size.rows)
-    elif frame.kind is FrameKind.KILL:
-        await run.kill(signal_number(_signal(frame.payload)), reason="killed from its terminal")
-    elif frame.kind is not FrameKind.KEEPALIVE:
-        raise InvalidRequest(f"cannot take frame {frame.kind.name}", "a client sends STDIN, STDIN_END, RESIZE and KILL")
+class _Keys:
+    """What a client sends to a running program."""
+
+    def __init__(self, run: CommandRun, gateway: Gateway, ticket: Ticket) -> None:
+        self._run = run
+        self._gateway = gateway
+        self._ticket = ticket
+
+    async def take(self, frame: Frame) -> None:
+        """One frame. STDIN is appended as it comes: a WebSocket keeps order, so its offset is not needed."""
+        run = self._run
+        if run.recorded.ended:
+            return
+        if frame.kind is FrameKind.STDIN:
+            await run.write_stdin(frame.payload, offset=None)
+        elif frame.kind is FrameKind.STDIN_END:
+            run.close_stdin()
+        elif frame.kind is FrameKind.RESIZE:
+            size: Pty = read_model(Pty, frame.payload)
+            run.resize(size.cols, size.rows)
+        elif frame.kind is FrameKind.KILL:
+            number = signal_number(_signal(frame.payload))
+            detail = {"signal": number, "reason": "from its terminal"}
+            async with journaled(self._gateway, self._ticket, "command.kill", target=run.id, detail=detail):
+                await run.kill(number, reason="killed from its terminal")
+        elif frame.kind is not FrameKind.KEEPALIVE:
+            why = "a client sends STDIN, STDIN_END, RESIZE and KILL"
+            raise InvalidRequest(f"cannot take frame {frame.kind.name}", why)
 
 
 def _signal(payload: bytes) -> Any:

@@ -95,7 +95,7 @@ async def test_wait_returns_the_running_record_when_its_time_is_over(client: Dat
     await client.call("POST", f"/commands/{command_id}/kill")
 
 
-async def test_kill_answers_the_end_and_others_see_it(client: DataClient) -> None:
+async def test_kill_answers_the_end_and_others_see_it(client: DataClient, rig: Rig) -> None:
     following = asyncio.create_task(client.exec("echo up; sleep 300 & sleep 300"))
     await asyncio.sleep(0.3)
     listed = (await client.call("GET", "/commands")).json()["commands"]
@@ -105,6 +105,9 @@ async def test_kill_answers_the_end_and_others_see_it(client: DataClient) -> Non
     assert (stream.stdout, stream.end["status"]) == (b"up\n", "killed")
     again = await client.call("POST", f"/commands/{listed[0]['id']}/kill")
     assert (again.status_code, again.json()["status"]) == (200, "killed")
+    kills = [entry for entry in await rig.journal() if entry["action"] == "command.kill"]
+    assert [(entry["phase"], entry["result"]) for entry in kills] == [("intent", None), ("outcome", "ok")]
+    assert kills[0]["detail"] == {"signal": 9, "reason": "enough"}
 
 
 async def test_other_signals_reach_the_program(client: DataClient) -> None:
