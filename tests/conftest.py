@@ -1,3 +1,8 @@
 """Fixtures of a private instance: real sandboxes where the machine can, the fake runtime elsewhere."""
 
+import signal
+
+# A shell starts what it puts in the background with SIGINT ignored, and that is inherited: tests of Ctrl-C mean the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 pytest_plugins = ["cpuos.testing.fixtures"]
