@@ -2,7 +2,7 @@
 
 import signal
 
-# A shell starts what it puts in the background with SIGINT ignored, and that is inherited: tests of Ctrl-C mean the default.
+# A shell starts background work with SIGINT ignored, and that is inherited: tests of Ctrl-C mean the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["cpuos.testing.fixtures"]
