@@ -14,7 +14,6 @@ from typing import Any
 from benchmarks.figures import FIGURES, Figure
 from benchmarks.results import Measured
 from benchmarks.stage import Stage
-from benchmarks.starts import enter_own_mounts
 from cpuos import __version__
 from cpuos.runtimes.gvisor.version import RUNSC_VERSION
 
@@ -35,7 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"there is no figure {unknown[0]!r}; there are {', '.join(names)}")
     if os.geteuid() != 0:
         parser.error("it starts real sandboxes and needs root: sudo make bench")
-    enter_own_mounts()
     stage = Stage(rounds=chosen.rounds)
     measured: dict[str, Measured] = {}
     try:

@@ -74,8 +74,8 @@ class Stage:
 
     @cached_property
     def sandbox(self) -> Sandbox:
-        """Of the default size, warmed up."""
-        sandbox = self._stack.enter_context(Sandbox.create(client=self.client, timeout="2h"))
+        """Warmed up; its disk leaves room for others on a small machine."""
+        sandbox = self._stack.enter_context(Sandbox.create(client=self.client, disk="2GiB", timeout="2h"))
         for _ in range(20):
             sandbox.exec(["true"], check=True)
         return sandbox

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,12 +34,12 @@ from cpuos.runtimes.limits import ControlGroups
 from cpuos.settings import load_settings
 from cpuos.types.sandbox import SandboxCreate
 
-__all__ = ["BareStarts", "create_to_first_exec", "enter_own_mounts"]
+__all__ = ["BareStarts", "create_to_first_exec"]
 
 _INSTANCE = "bench0"
 
 
-def enter_own_mounts() -> None:
+def _enter_own_mounts() -> None:
     """A mount namespace of this process's own, for the bare sandboxes' disks. Before there are threads."""
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_SLAVE)
@@ -48,8 +48,8 @@ def enter_own_mounts() -> None:
 def create_to_first_exec(stage: Stage) -> Measured:
     """Cold, and each alone on the host: what was made is removed before the next turn."""
     product, bare = [], []
-    with BareStarts(stage.folder) as starts, asyncio.Runner() as runner:
-        for turn in range(3 * stage.rounds + 1):
+    with _bare_starts(stage.folder) as start_bare:
+        for _ in range(3 * stage.rounds + 1):
             since = time.perf_counter()
             sandbox = Sandbox.create(client=stage.client)
             try:
@@ -57,8 +57,32 @@ def create_to_first_exec(stage: Stage) -> Measured:
                 product.append(time.perf_counter() - since)
             finally:
                 sandbox.kill()
-            bare.append(runner.run(_bare_turn(starts, turn)))
+            bare.append(start_bare())
     return compare_times(product[1:], bare[1:])  # the first turn fills the page cache
+
+
+@contextmanager
+def _bare_starts(folder: Path) -> Iterator[Callable[[], float]]:
+    """A process beside this one, in a mount namespace of its own; each call is one start's seconds."""
+    command = [sys.executable, "-m", "benchmarks.starts", "--serve", str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def start() -> float:
+            print(file=process.stdin, flush=True)
+            return float(process.stdout.readline())
+
+        yield start
+        process.stdin.close()
+        if process.wait() != 0:
+            raise RuntimeError("the bare starts did not end in order")
+
+
+def _serve(folder: Path) -> None:
+    with BareStarts(folder) as starts, asyncio.Runner() as runner:
+        for turn, _ in enumerate(sys.stdin):
+            print(runner.run(_bare_turn(starts, turn)), flush=True)
 
 
 async def _bare_turn(starts: BareStarts, turn: int) -> float:
@@ -180,7 +204,10 @@ async def _break_down(starts: BareStarts, count: int) -> dict[str, float]:
 
 def main() -> None:
     """`python -m benchmarks.starts`."""
-    enter_own_mounts()
+    _enter_own_mounts()
+    if sys.argv[1:2] == ["--serve"]:
+        _serve(Path(sys.argv[2]))
+        return
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     with tempfile.TemporaryDirectory(prefix="cpuos-bench-") as folder, BareStarts(Path(folder)) as starts:
         print(json.dumps(asyncio.run(_break_down(starts, count)), indent=2))

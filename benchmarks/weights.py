@@ -26,7 +26,7 @@ def idle_weight(stage: Stage) -> Measured:
     sandboxes = []
     try:
         for _ in range(_IDLE):
-            sandboxes.append(Sandbox.create(client=stage.client))
+            sandboxes.append(Sandbox.create(client=stage.client, disk="256MiB"))
             sandboxes[-1].exec(["true"], check=True)
         time.sleep(_SETTLE_S)
         weights = [sum(pss_mib(pid) for pid in _processes_of(sandbox.id)) for sandbox in sandboxes]
