@@ -24,7 +24,7 @@ MAX_IDLE = 4
 SPARE = 2
 """Connections held ready, so that a command start waits for no dial."""
 IDLE_LIMIT_S = 300.0
-FIRST_CONNECT_LIMIT_S = 0.1
+FIRST_CONNECT_LIMIT_S = 0.03
 """While a sandbox boots, a SYN into its not yet living link is lost: better a new one than TCP's retry after 1 s."""
 BOOT_POLL_S = 0.01
 BOOT_SOON_S = 0.5
@@ -193,7 +193,8 @@ class AgentClient:
                 head = await connection.read_head()
             if head.upgraded:
                 connection.upgrade(sink)
-                self._refill()
+                if not self._idle:  # else when the command has ended: now the sandbox has to start a program
+                    self._refill()
                 return connection
             told = await connection.read_body(head, limit=MAX_JSON)
         except BaseException:
@@ -208,6 +209,7 @@ class AgentClient:
 
     def forget_command(self, command_id: str) -> None:
         """Tell the agent, in a quiet moment, that the end of this command is recorded."""
+        self._refill()
         self._ended.append(command_id)
         if len(self._ended) == 1:
             self._spawn(self._forget_later())
