@@ -3,27 +3,25 @@ package main
 import (
 	"crypto/ed25519"
 	"crypto/subtle"
-	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
-	"fmt"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
 )
 
-const contractGeneration = 1
-
-// version is told by hello; the contract, not this number, says what the agent can do.
-const version = "0.1.0"
+const (
+	contractGeneration = 1
+	version            = "0.1.0" // told by hello; the contract, not this number, says what the agent can do
+)
 
 type agent struct {
 	sandbox  string
 	nodeKey  ed25519.PublicKey
-	peer     net.IP // the only address that may connect
 	users    *userTable
 	children *reaper
 	started  time.Time
@@ -31,51 +29,46 @@ type agent struct {
 	mu         sync.Mutex // guards the rest
 	generation int64
 	sessionKey []byte
-	conns      map[*conn]struct{}
+	conns      map[*net.TCPConn]bool
 	commands   map[string]*command
-	logFolders []string
-	environ    cachedFile
 }
 
-func newAgent(sandbox string, nodeKey ed25519.PublicKey, peer net.IP, userFolder string) *agent {
+func newAgent(sandbox string, nodeKey ed25519.PublicKey, etc string) *agent {
 	return &agent{
-		sandbox: sandbox, nodeKey: nodeKey, peer: peer, users: newUserTable(userFolder), children: newReaper(), started: time.Now(),
-		environ: cachedFile{path: userFolder + "/environment"}, conns: map[*conn]struct{}{}, commands: map[string]*command{},
+		sandbox: sandbox, nodeKey: nodeKey, users: newUserTable(etc), children: newReaper(), started: now(),
+		conns: map[*net.TCPConn]bool{}, commands: map[string]*command{},
 	}
 }
 
-// accept serves until the listener dies. Whoever is not the host side is cut at once: programs of the sandbox reach the
+// accept serves until the agent ends. Whoever is not the host side is cut at once: programs of the sandbox reach the
 // address too, but only from its own one.
-func (a *agent) accept(listener *net.TCPListener) {
+func (a *agent) accept(listener net.Listener, peer net.IP) {
 	for {
-		tcp, err := listener.AcceptTCP()
+		c, err := listener.Accept()
 		if err != nil {
-			fmt.Fprintf(os.Stderr, "cpuos-agent: cannot accept: %v\n", err)
+			warn(err)
 			time.Sleep(20 * time.Millisecond)
-			continue
+		} else if c.RemoteAddr().(*net.TCPAddr).IP.Equal(peer) {
+			go a.serveConn(c.(*net.TCPConn))
+		} else {
+			c.Close()
 		}
-		if from, ok := tcp.RemoteAddr().(*net.TCPAddr); !ok || !from.IP.Equal(a.peer) {
-			tcp.Close()
-			continue
-		}
-		go a.serveConn(tcp)
 	}
 }
 
-func (a *agent) rememberConn(c *conn) bool {
+func (a *agent) remember(tcp *net.TCPConn) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if len(a.conns) >= maxConnections {
-		return false
+	if len(a.conns) < maxConnections {
+		a.conns[tcp] = true
 	}
-	a.conns[c] = struct{}{}
-	return true
+	return a.conns[tcp]
 }
 
-func (a *agent) forgetConn(c *conn) {
+func (a *agent) forget(tcp *net.TCPConn) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	delete(a.conns, c)
+	delete(a.conns, tcp)
 }
 
 // authorized compares the bearer with the session key, in the same time whatever it is.
@@ -87,97 +80,78 @@ func (a *agent) authorized(header string) bool {
 	return ok && err == nil && a.sessionKey != nil && subtle.ConstantTimeCompare(key, a.sessionKey) == 1
 }
 
-type handler func(a *agent, r *request, id string) error
-
-// routes are all calls of the contract; {id} stands for a command's id.
-var routes = map[string]map[string]handler{
-	"/v1/identity":             {"POST": (*agent).setIdentity},
-	"/v1/hello":                {"GET": (*agent).hello},
-	"/v1/clock":                {"POST": (*agent).setClock},
-	"/v1/shutdown":             {"POST": (*agent).shutdown},
-	"/v1/commands":             {"POST": (*agent).startCommand, "GET": (*agent).listCommands},
-	"/v1/commands/{id}":        {"GET": (*agent).getCommand, "DELETE": (*agent).deleteCommand},
-	"/v1/commands/{id}/attach": {"POST": (*agent).attachCommand},
-	"/v1/commands/{id}/kill":   {"POST": (*agent).killCommand},
-	"/v1/commands/{id}/resize": {"POST": (*agent).resizeCommand},
-	"/v1/commands/{id}/stdin":  {"POST": (*agent).feedCommand},
-	"/v1/files":                {"GET": (*agent).readFile, "PUT": (*agent).writeFile, "DELETE": (*agent).removeFile},
-	"/v1/files/stat":           {"GET": (*agent).statFile},
-	"/v1/files/list":           {"GET": (*agent).listFiles},
-	"/v1/files/mkdir":          {"POST": (*agent).makeFolder},
-	"/v1/files/move":           {"POST": (*agent).moveFile},
-	"/v1/files/watch":          {"GET": (*agent).watchFiles},
-	"/v1/files/tree":           {"GET": (*agent).readTree, "PUT": (*agent).writeTree},
+// routes are all calls of the contract; ID stands for a command's id. What a handler gives is the answer's JSON.
+var routes = map[string]func(a *agent, r *request) any{
+	"POST /v1/identity":           (*agent).setIdentity,
+	"GET /v1/hello":               (*agent).hello,
+	"POST /v1/clock":              (*agent).setClock,
+	"POST /v1/shutdown":           (*agent).shutdown,
+	"GET /v1/commands":            (*agent).listCommands,
+	"POST /v1/commands":           (*agent).startCommand,
+	"GET /v1/commands/ID":         (*agent).getCommand,
+	"DELETE /v1/commands/ID":      (*agent).deleteCommand,
+	"POST /v1/commands/ID/attach": (*agent).attachCommand,
+	"POST /v1/commands/ID/kill":   (*agent).killCommand,
+	"GET /v1/files":               (*agent).readFile,
+	"PUT /v1/files":               (*agent).writeFile,
+	"DELETE /v1/files":            (*agent).removeFile,
+	"GET /v1/files/stat":          (*agent).statFile,
+	"GET /v1/files/list":          (*agent).listFiles,
+	"POST /v1/files/mkdir":        (*agent).makeFolder,
+	"POST /v1/files/move":         (*agent).moveFile,
+	"GET /v1/files/watch":         (*agent).watchFiles,
+	"GET /v1/files/tree":          (*agent).readTree,
+	"PUT /v1/files/tree":          (*agent).writeTree,
 }
 
-func (a *agent) serve(r *request) error {
-	path, id := r.path, ""
-	if rest, ok := strings.CutPrefix(path, "/v1/commands/"); ok {
-		var verb string
-		id, verb, ok = strings.Cut(rest, "/")
-		path = "/v1/commands/{id}"
-		if ok {
-			path += "/" + verb
-		}
+func (a *agent) serve(r *request) any {
+	parts := strings.Split(r.path, "/")
+	if len(parts) > 3 && parts[2] == "commands" {
+		r.id, parts[3] = parts[3], "ID"
 	}
-	if path != "/v1/identity" && !a.authorized(r.authorization) {
-		return fail(401, "identity_required", "this call needs the session key of the sandbox's present generation")
+	route := r.method + " " + strings.Join(parts, "/")
+	if route != "POST /v1/identity" && !a.authorized(r.authorization) {
+		check(fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
 	}
-	methods, ok := routes[path]
-	if !ok {
-		return fail(404, "not_found", "no such call")
+	handle := routes[route]
+	if handle == nil {
+		check(fail(404, "not_found", "no such call"))
 	}
-	handle, ok := methods[r.method]
-	if !ok {
-		return fail(405, "not_found", "the call has no method %q", r.method)
-	}
-	return handle(a, r, id)
+	return handle(a, r)
 }
 
 type identity struct {
-	Sandbox    string  `json:"sandbox"`
-	Generation int64   `json:"generation"`
+	Sandbox    string
+	Generation int64
 	ExpiresAt  float64 `json:"expires_at"`
 	SessionKey []byte  `json:"session_key"`
-	Hostname   string  `json:"hostname"`
-	Now        float64 `json:"now"`
+	Hostname   string
+	Now        float64
 }
 
-func (a *agent) setIdentity(r *request, _ string) error {
-	var body struct{ Statement, Signature string }
-	if err := r.readJSON(&body); err != nil {
-		return err
-	}
-	refused := fail(401, "identity_refused", "the statement is not one of this sandbox's node, or not a newer one")
-	statement, e1 := base64.StdEncoding.DecodeString(body.Statement)
-	signature, e2 := base64.StdEncoding.DecodeString(body.Signature)
-	if e1 != nil || e2 != nil || !ed25519.Verify(a.nodeKey, append([]byte("cpuos-identity-v1\n"), statement...), signature) {
-		return refused
-	}
+func (a *agent) setIdentity(r *request) any {
+	var body struct{ Statement, Signature []byte }
+	r.readJSON(&body)
 	var claim identity
-	if json.Unmarshal(statement, &claim) != nil || claim.Sandbox != a.sandbox || claim.ExpiresAt <= claim.Now || len(claim.SessionKey) != 32 {
-		return refused
+	signed := slices.Concat([]byte("cpuos-identity-v1\n"), body.Statement)
+	if !ed25519.Verify(a.nodeKey, signed, body.Signature) || json.Unmarshal(body.Statement, &claim) != nil ||
+		claim.Sandbox != a.sandbox || claim.ExpiresAt <= claim.Now || len(claim.SessionKey) != 32 || !a.accepts(r.TCPConn, claim) {
+		check(fail(401, "identity_refused", "the statement is not one of this sandbox's node, or not a newer one"))
 	}
-	if !a.accepts(r.conn, claim) {
-		return refused
-	}
-	return a.hello(r, "")
+	return a.hello(r)
 }
 
 // accepts takes a newer generation, or a repeat of the present one. A newer one cuts whoever spoke for the older.
-func (a *agent) accepts(from *conn, claim identity) bool {
+func (a *agent) accepts(from *net.TCPConn, claim identity) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if claim.Generation == a.generation {
-		return a.sessionKey != nil && subtle.ConstantTimeCompare(claim.SessionKey, a.sessionKey) == 1
-	}
-	if claim.Generation < a.generation {
-		return false
+	if claim.Generation <= a.generation {
+		return claim.Generation == a.generation && subtle.ConstantTimeCompare(claim.SessionKey, a.sessionKey) == 1
 	}
 	a.generation, a.sessionKey = claim.Generation, claim.SessionKey
-	for c := range a.conns {
-		if c != from {
-			c.cut()
+	for tcp := range a.conns {
+		if tcp != from {
+			cut(tcp)
 		}
 	}
 	if claim.Hostname != "" && os.Getpid() == 1 {
@@ -186,34 +160,31 @@ func (a *agent) accepts(from *conn, claim identity) bool {
 	return true
 }
 
-func (a *agent) hello(r *request, _ string) error {
-	a.mu.Lock()
-	generation, running := a.generation, 0
-	for _, c := range a.commands {
+func (a *agent) hello(*request) any {
+	running := 0
+	for _, c := range a.allCommands() {
 		if !c.hasEnded() {
 			running++
 		}
 	}
-	a.mu.Unlock()
-	return r.reply(200, map[string]any{
-		"contract": contractGeneration, "agent": version, "sandbox": a.sandbox, "generation": generation,
-		"boot_s": time.Since(a.started).Seconds(), "commands": running,
-	})
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return map[string]any{
+		"contract": contractGeneration, "agent": version, "sandbox": a.sandbox, "generation": a.generation,
+		"boot_s": elapsed(a.started, now()), "commands": running,
+	}
 }
 
-func (a *agent) setClock(r *request, _ string) error {
+func (a *agent) setClock(r *request) any {
 	var body struct{ Now float64 }
-	if err := r.readJSON(&body); err != nil {
-		return err
-	}
-	if body.Now <= 0 {
-		return invalid("now is a positive number of unix seconds")
+	if r.readJSON(&body); body.Now <= 0 {
+		check(invalid("now is a positive number of unix seconds"))
 	}
 	at := syscall.NsecToTimeval(int64(body.Now * 1e9))
-	return r.reply(200, map[string]any{"set": syscall.Settimeofday(&at) == nil})
+	return map[string]any{"set": syscall.Settimeofday(&at) == nil}
 }
 
-func (a *agent) shutdown(r *request, _ string) error {
+func (a *agent) shutdown(*request) any {
 	syscall.Sync()
-	return r.reply(200, map[string]any{"synced": true})
+	return map[string]any{"synced": true}
 }

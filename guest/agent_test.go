@@ -53,19 +53,19 @@ func startAgent(t *testing.T) *testAgent {
 		t.Skip("needs root: users and namespaces")
 	}
 	folder, err := os.MkdirTemp("/tmp", "cpuos-agent-test-")
-	check(t, err)
+	must(t, err)
 	etc := filepath.Join(folder, "etc")
-	check(t, os.Mkdir(etc, 0o755))
-	check(t, os.WriteFile(etc+"/passwd", []byte(testPasswd), 0o644))
-	check(t, os.WriteFile(etc+"/group", []byte("root:x:0:\nuser:x:12345:\napp:x:12346:user\nextra:x:777:app,user\n"), 0o644))
-	check(t, os.WriteFile(etc+"/environment", []byte("# image\nexport FROM_IMAGE=\"a b\"\nLANG=C\n"), 0o644))
+	must(t, os.Mkdir(etc, 0o755))
+	must(t, os.WriteFile(etc+"/passwd", []byte(testPasswd), 0o644))
+	must(t, os.WriteFile(etc+"/group", []byte("root:x:0:\nuser:x:12345:\napp:x:12346:user\nextra:x:777:app,user\n"), 0o644))
+	must(t, os.WriteFile(etc+"/environment", []byte("# image\nexport FROM_IMAGE=\"a b\"\nLANG=C\n"), 0o644))
 	a := &testAgent{t: t, folder: folder + "/home", key: bytes.Repeat([]byte{1}, 32)}
-	check(t, os.Mkdir(a.folder, 0o755))
-	check(t, os.Chown(a.folder, 12345, 12345))
-	check(t, os.Chmod(folder, 0o755))
-	check(t, os.Mkdir(folder+"/full", 0o755))
+	must(t, os.Mkdir(a.folder, 0o755))
+	must(t, os.Chown(a.folder, 12345, 12345))
+	must(t, os.Chmod(folder, 0o755))
+	must(t, os.Mkdir(folder+"/full", 0o755))
 	self, err := os.Executable()
-	check(t, err)
+	must(t, err)
 	script := fmt.Sprintf(`mount -t tmpfs log /var/log && mount -t tmpfs -o size=1m,mode=1777 full %s/full &&
 exec %s --sandbox sbx --node-key %s --listen 127.0.0.1:0 --user-table %s`,
 		folder, self, base64.StdEncoding.EncodeToString(nodeKey.Public().(ed25519.PublicKey)), etc)
@@ -74,15 +74,15 @@ exec %s --sandbox sbx --node-key %s --listen 127.0.0.1:0 --user-table %s`,
 	a.process.Stderr = os.Stderr
 	a.process.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	out, err := a.process.StdoutPipe()
-	check(t, err)
-	check(t, a.process.Start())
+	must(t, err)
+	must(t, a.process.Start())
 	t.Cleanup(func() {
 		syscall.Kill(-a.process.Process.Pid, syscall.SIGKILL)
 		a.process.Wait()
 		os.RemoveAll(folder)
 	})
 	line, err := bufio.NewReader(out).ReadString('\n')
-	check(t, err)
+	must(t, err)
 	a.address = strings.TrimSpace(line)
 	if status, body := a.identify(1, a.key, nil); status != 200 {
 		t.Fatalf("identity: %d %s", status, body)
@@ -90,7 +90,7 @@ exec %s --sandbox sbx --node-key %s --listen 127.0.0.1:0 --user-table %s`,
 	return a
 }
 
-func check(t *testing.T, err error) {
+func must(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
@@ -114,7 +114,7 @@ func (a *testAgent) identify(generation int64, key []byte, change func(claim map
 func (a *testAgent) dial() *peer {
 	a.t.Helper()
 	connection, err := net.Dial("tcp", a.address)
-	check(a.t, err)
+	must(a.t, err)
 	a.t.Cleanup(func() { connection.Close() })
 	connection.SetDeadline(time.Now().Add(30 * time.Second))
 	return &peer{TCPConn: connection.(*net.TCPConn), in: bufio.NewReader(connection), a: a}
@@ -227,6 +227,18 @@ func (p *peer) frame() (frame, error) {
 	return f, err
 }
 
+type record struct {
+	PID                int
+	ID, Status, Reason string
+	ExitCode           *int    `json:"exit_code"`
+	Signal             *int    `json:"signal"`
+	DurationS          float64 `json:"duration_s"`
+	StdoutBytes        uint64  `json:"stdout_bytes"`
+	StderrBytes        uint64  `json:"stderr_bytes"`
+	StdinBytes         uint64  `json:"stdin_bytes"`
+	OutputPath         *string `json:"output_path"`
+}
+
 type result struct {
 	record
 	out, err []byte
@@ -248,7 +260,7 @@ func (p *peer) drain() (r result) {
 		case frameStderr:
 			r.err = append(r.err, f.payload...)
 		case frameEnded:
-			check(p.a.t, json.Unmarshal(f.payload, &r.record))
+			must(p.a.t, json.Unmarshal(f.payload, &r.record))
 			r.took = time.Since(begun)
 			p.Close()
 			return r
@@ -285,6 +297,6 @@ func eventually(t *testing.T, what string, true func() bool) {
 func owner(t *testing.T, path string) (uid, gid uint32, mode uint32) {
 	t.Helper()
 	var st syscall.Stat_t
-	check(t, syscall.Lstat(path, &st))
+	must(t, syscall.Lstat(path, &st))
 	return st.Uid, st.Gid, st.Mode & 0o7777
 }

@@ -15,84 +15,63 @@ import (
 const bulkBytes = 4 * blockBytes // from here on; below, the preparation is not worth it
 
 // blocking gives the connection's descriptor, set to block, to work. Only one goroutine may use the connection then.
-func (c *conn) blocking(work func(fd int) error) (err error) {
-	raw, err := c.tcp.SyscallConn()
-	if err != nil {
-		return err
-	}
-	controlErr := raw.Control(func(descriptor uintptr) {
+func (l link) blocking(work func(fd int)) {
+	var err error
+	control(l.TCPConn, func(descriptor uintptr) {
 		fd, limit := int(descriptor), syscall.NsecToTimeval(int64(stallTime))
 		syscall.SetsockoptTimeval(fd, syscall.SOL_SOCKET, syscall.SO_RCVTIMEO, &limit)
 		syscall.SetsockoptTimeval(fd, syscall.SOL_SOCKET, syscall.SO_SNDTIMEO, &limit)
 		syscall.SetNonblock(fd, false)
 		defer syscall.SetNonblock(fd, true)
-		err = work(fd)
+		err = attempt(func() { work(fd) })
 	})
-	return errors.Join(controlErr, err)
-}
-
-// cut ends a connection whoever uses it: closing alone would wake nobody who is in a call that blocks.
-func (c *conn) cut() {
-	c.tcp.CloseRead()
-	c.tcp.CloseWrite()
-	c.tcp.Close()
+	check(err)
 }
 
 // receiveWhole fills p from a socket that blocks.
 func receiveWhole(fd int, p []byte) error {
 	for len(p) > 0 {
 		n, _, e := syscall.Syscall6(syscall.SYS_RECVFROM, uintptr(fd), uintptr(unsafe.Pointer(&p[0])), uintptr(len(p)), syscall.MSG_WAITALL, 0, 0)
-		if e == syscall.EINTR {
-			continue
-		}
-		if e != 0 || n == 0 {
+		if e == 0 && n > 0 {
+			p = p[n:]
+		} else if e != syscall.EINTR {
 			return errIncomplete
 		}
-		p = p[n:]
 	}
 	return nil
 }
 
-func sendWhole(fd int, p []byte) error {
+func sendWhole(fd int, p []byte) {
 	for len(p) > 0 {
 		n, err := syscall.Write(fd, p)
-		if err == syscall.EINTR {
-			continue
+		if err != syscall.EINTR {
+			check(err)
 		}
-		if err != nil {
-			return err
-		}
-		p = p[n:]
+		p = p[max(n, 0):]
 	}
-	return nil
 }
 
 // copyTo writes the body to a file.
-func (r *request) copyTo(file *os.File) error {
+func (r *request) copyTo(file *os.File) {
+	b := takeBlock()
+	defer giveBlock(b, blockBytes)
 	if r.chunked || r.remaining < bulkBytes {
-		return copyBody(file, r)
+		got(io.CopyBuffer(struct{ io.Writer }{file}, struct{ io.Reader }{r}, b[:]))
+		return
 	}
 	// What came along with the head, and the answer to Expect, are the reader's.
-	first := make([]byte, 1)
-	if _, err := r.Read(first); err != nil {
-		return err
-	}
-	first = append(first, make([]byte, r.in.Buffered())...)
-	if _, err := io.ReadFull(r, first[1:]); err != nil {
-		return err
-	}
-	if _, err := file.Write(first); err != nil {
-		return err
-	}
-	return r.blocking(func(fd int) error { return r.copyBulk(fd, file) })
+	n := got(r.Read(b[:1]))
+	n += got(io.ReadFull(r, b[1:1+r.in.Buffered()]))
+	got(file.Write(b[:n]))
+	r.blocking(func(fd int) { check(r.receiveFile(fd, file)) })
 }
 
-// copyBulk receives one block while another is written.
-func (r *request) copyBulk(fd int, file *os.File) (err error) {
+// receiveFile receives one block while another is written.
+func (r *request) receiveFile(fd int, file *os.File) (err error) {
 	free, full, result := make(chan block, 2), make(chan []byte, 2), make(chan error, 1)
 	var failed atomic.Bool
 	for range cap(free) {
-		free <- blocks.take()
+		free <- takeBlock()
 	}
 	go func() {
 		var err error
@@ -107,43 +86,38 @@ func (r *request) copyBulk(fd int, file *os.File) (err error) {
 	}()
 	for r.remaining > 0 && err == nil && !failed.Load() {
 		piece := (<-free)[:min(r.remaining, blockBytes)]
-		if err = receiveWhole(fd, piece); err == nil {
-			r.remaining -= int64(len(piece))
-			r.bodyEnd = r.remaining == 0
-		} else {
+		if err = receiveWhole(fd, piece); err != nil {
 			piece = piece[:0]
 		}
+		r.remaining -= int64(len(piece))
+		r.bodyEnd = r.remaining == 0
 		full <- piece
 	}
 	close(full)
-	if written := <-result; written != nil {
-		err = written
-	}
+	err = errors.Join(<-result, err)
 	for range cap(free) {
-		blocks.give(<-free, blockBytes)
+		giveBlock(<-free, blockBytes)
 	}
 	return err
 }
 
-// sendFile sends exactly length bytes, or fails.
-func (r *request) sendFile(file *os.File, offset, length int64) error {
-	b := blocks.take()
-	defer blocks.give(b, blockBytes)
-	move := func(send func([]byte) error) error {
+// sendFile sends exactly length bytes, or fails: then only the cut connection says so.
+func (r *request) sendFile(content io.ReaderAt, offset, length int64) {
+	b := takeBlock()
+	defer giveBlock(b, blockBytes)
+	send := func(write func([]byte)) {
 		for length > 0 {
-			n, err := file.ReadAt(b[:min(length, blockBytes)], offset)
+			n, err := content.ReadAt(b[:min(length, blockBytes)], offset)
 			if n == 0 {
-				return err
+				check(err)
 			}
-			if err := send(b[:n]); err != nil {
-				return err
-			}
+			write(b[:n])
 			offset, length = offset+int64(n), length-int64(n)
 		}
-		return nil
 	}
 	if length < bulkBytes {
-		return move(func(p []byte) error { return r.send(p) })
+		send(func(p []byte) { r.send(p) })
+	} else {
+		r.blocking(func(fd int) { send(func(p []byte) { sendWhole(fd, p) }) })
 	}
-	return r.blocking(func(fd int) error { return move(func(p []byte) error { return sendWhole(fd, p) }) })
 }

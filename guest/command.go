@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -15,11 +16,13 @@ var never, past = time.Time{}, time.Unix(1, 0)
 
 func now() time.Time { return time.Now() }
 
+// elapsed is a duration in seconds as the contract gives it.
+func elapsed(from, to time.Time) float64 { return float64(to.Sub(from).Microseconds()) / 1e6 }
+
 // cause is why the agent or the host sent a signal: when the program ends by that signal, it is the status.
 type cause struct {
-	signal syscall.Signal
-	status string
-	reason string
+	signal         syscall.Signal
+	status, reason string
 }
 
 // command is one program with what is left of it: it stays until the host has deleted it.
@@ -29,97 +32,77 @@ type command struct {
 	ready    chan struct{} // closed when started, or not: then startErr says why
 	startErr error
 	started  time.Time
-	out      [2]*stream
+	out      []*stream // stdout and stderr; a terminal has the first alone
 	stdin    *stdinQueue
 	wake     chan struct{} // something changed for the session
 	done     chan struct{} // closed when it has ended
 
-	mu        sync.Mutex // guards the rest, and the streams' numbers
-	pid       int
-	causes    []cause
-	exit      *syscall.WaitStatus
-	exitedAt  time.Time
-	drainLeft time.Duration
-	killing   int
-	ended     bool
-	copied    bool
-	copyLost  bool
-	deadline  *time.Timer
-	quiet     *time.Timer
-	session   *session
-	holders   int // who may still touch the rings: record, pumps, sessions
+	mu               sync.Mutex // guards the rest, and the streams' numbers
+	pid              int
+	causes           []cause
+	exit             *syscall.WaitStatus
+	exitedAt         time.Time
+	drainLeft        time.Duration
+	killing, holders int // kills under way; who may still touch the rings: record, pumps, sessions
+	ended            bool
+	copied, copyLost bool
+	deadline, quiet  *time.Timer
+	session          *session
 }
 
 // record is a command as the contract tells it.
-type record struct {
-	ID          string  `json:"id"`
-	PID         int     `json:"pid"`
-	Status      string  `json:"status"`
-	ExitCode    *int    `json:"exit_code"`
-	Signal      *int    `json:"signal"`
-	Limit       *string `json:"limit"`
-	Reason      string  `json:"reason"`
-	DurationS   float64 `json:"duration_s"`
-	StdoutBytes uint64  `json:"stdout_bytes"`
-	StderrBytes uint64  `json:"stderr_bytes"`
-	StdinBytes  uint64  `json:"stdin_bytes"`
-	OutputPath  *string `json:"output_path"`
-}
-
-func (c *command) record() record {
+func (c *command) record() map[string]any {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	r := record{ID: c.id, PID: c.pid, Status: "running", StdoutBytes: c.out[0].written}
-	r.StdinBytes, _ = c.stdin.offsets()
-	if c.out[1] != nil {
-		r.StderrBytes = c.out[1].written
+	stdin, _ := c.stdin.offsets()
+	r := map[string]any{
+		"id": c.id, "pid": c.pid, "status": "running", "exit_code": nil, "signal": nil, "limit": nil, "reason": "",
+		"duration_s": elapsed(c.started, now()), "stdin_bytes": stdin, "stdout_bytes": c.out[0].written, "stderr_bytes": 0, "output_path": nil,
+	}
+	if len(c.out) > 1 {
+		r["stderr_bytes"] = c.out[1].written
 	}
 	if c.copied && !c.copyLost {
-		folder := logFolder + "/" + c.id
-		r.OutputPath = &folder
+		r["output_path"] = logFolder + "/" + c.id
 	}
-	if !c.ended {
-		r.DurationS = elapsed(c.started, now())
-		return r
-	}
-	r.DurationS = elapsed(c.started, c.exitedAt)
-	if c.exit.Exited() {
-		code := c.exit.ExitStatus()
-		r.Status, r.ExitCode = "exited", &code
-		return r
-	}
-	number := int(c.exit.Signal())
-	r.Status, r.Signal = "signalled", &number
-	for _, why := range c.causes { // the first that sent this signal
-		if why.signal == c.exit.Signal() {
-			r.Status, r.Reason = why.status, why.reason
-			break
+	if c.ended {
+		r["duration_s"] = elapsed(c.started, c.exitedAt)
+		if c.exit.Exited() {
+			r["status"], r["exit_code"] = "exited", c.exit.ExitStatus()
+			return r
+		}
+		r["status"], r["signal"] = "signalled", int(c.exit.Signal())
+		for _, why := range slices.Backward(c.causes) { // the first that sent this signal counts
+			if why.signal == c.exit.Signal() {
+				r["status"], r["reason"] = why.status, why.reason
+			}
 		}
 	}
 	return r
 }
 
 func (c *command) hasEnded() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.ended
+	select {
+	case <-c.done:
+		return true
+	default:
+		return false
+	}
 }
 
 // exited is called by the reaper.
 func (c *command) exited(status syscall.WaitStatus) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.exit, c.exitedAt = &status, now()
+	c.exit, c.exitedAt, c.drainLeft = &status, now(), drainTime
 	if c.deadline != nil {
 		c.deadline.Stop()
 	}
 	c.stdin.abandon()
-	c.drainLeft = drainTime
-	for _, s := range c.streams() {
+	for _, s := range c.out {
 		s.atExit, s.lastRead = s.written, c.exitedAt
 	}
-	c.endIfDone()
-	if !c.ended {
+	if c.endIfDone(); !c.ended {
 		c.quiet = time.AfterFunc(quietTime, c.drained)
 	}
 }
@@ -130,24 +113,21 @@ func (c *command) exited(status syscall.WaitStatus) {
 func (c *command) drained() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.ended {
-		return
-	}
 	wait, full := time.Duration(0), false
-	for _, s := range c.streams() {
+	for _, s := range c.out {
 		if !s.eof && s.written-s.atExit < pipeBytes {
 			full = full || s.full
 			wait = max(wait, quietTime-now().Sub(s.lastRead))
 		}
 	}
-	if c.drainLeft -= quietTime; full || (wait > 0 && c.drainLeft > 0) {
-		if full {
-			c.drainLeft += quietTime
-		}
+	if !full {
+		c.drainLeft -= quietTime
+	}
+	if !c.ended && (full || (wait > 0 && c.drainLeft > 0)) {
 		c.quiet.Reset(max(wait, 5*time.Millisecond))
 		return
 	}
-	for _, s := range c.streams() {
+	for _, s := range c.out {
 		s.file.SetReadDeadline(past)
 	}
 }
@@ -155,7 +135,7 @@ func (c *command) drained() {
 // endIfDone makes the end final, under the lock: the program is gone, its output is in, and no kill is under way.
 func (c *command) endIfDone() {
 	done := c.exit != nil && c.killing == 0 && !c.ended
-	for _, s := range c.streams() {
+	for _, s := range c.out {
 		done = done && s.eof
 	}
 	if done {
@@ -165,15 +145,8 @@ func (c *command) endIfDone() {
 	}
 }
 
-func (c *command) streams() []*stream {
-	if c.out[1] == nil {
-		return c.out[:1]
-	}
-	return c.out[:]
-}
-
 // kill sends a signal to the whole tree. SIGKILL is repeated until no process is left: the error says that some are.
-// Any other signal is sent once, to each.
+// Any other signal is sent once, to each; SIGINT on a terminal to whatever has its foreground.
 func (c *command) kill(why cause) error {
 	c.mu.Lock()
 	if c.exit == nil {
@@ -201,20 +174,17 @@ func (c *command) kill(why cause) error {
 	return nil
 }
 
-// hold and release count who may touch the rings' memory.
-func (c *command) hold() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.holders++
-}
-
+// release is called by each holder of the rings' memory when it is done with it.
 func (c *command) release() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.holders--; c.holders == 0 {
-		for _, s := range c.streams() {
-			blocks.give(s.ring, s.written)
+		for _, s := range c.out {
+			giveBlock(s.ring, s.written)
 			s.ring = nil
+			if s.copy.file != nil {
+				s.copy.file.Close()
+			}
 		}
 	}
 }

@@ -33,10 +33,10 @@ func TestCommandRunsAsItsUser(t *testing.T) {
 
 func TestStartErrorsStartNothing(t *testing.T) {
 	a := startAgent(t)
-	check(t, os.WriteFile(a.folder+"/plain", []byte("x"), 0o644))
-	check(t, os.WriteFile(a.folder+"/script", []byte("#!/no/such/interpreter\n"), 0o755))
-	check(t, os.WriteFile(a.folder+"/garbage", []byte("garbage"), 0o755))
-	check(t, os.Mkdir(a.folder+"/closed", 0o700))
+	must(t, os.WriteFile(a.folder+"/plain", []byte("x"), 0o644))
+	must(t, os.WriteFile(a.folder+"/script", []byte("#!/no/such/interpreter\n"), 0o755))
+	must(t, os.WriteFile(a.folder+"/garbage", []byte("garbage"), 0o755))
+	must(t, os.Mkdir(a.folder+"/closed", 0o700))
 	start := func(status int, code string, more with) {
 		t.Helper()
 		body := with{"cwd": "/", "user": "user"}
@@ -67,7 +67,7 @@ func TestStartErrorsStartNothing(t *testing.T) {
 	if list := a.want(200, "", "GET", "/v1/commands", nil); string(list) != `{"commands":[]}` {
 		t.Errorf("%s", list)
 	}
-	for _, call := range [][2]string{{"GET", ""}, {"DELETE", ""}, {"POST", "/kill"}, {"POST", "/resize"}, {"POST", "/stdin"}} {
+	for _, call := range [][2]string{{"GET", ""}, {"DELETE", ""}, {"POST", "/kill"}} {
 		a.want(404, "command_not_found", call[0], "/v1/commands/aaaaaaaaaaaaaaaa"+call[1], with{})
 	}
 }
@@ -113,30 +113,16 @@ func TestStdin(t *testing.T) {
 	}
 	a.want(200, "", "DELETE", "/v1/commands/"+id, nil)
 
-	id, p = a.stream("cat", with{"stdin": "open"}) // by ordinary calls, both directions full
-	done := make(chan bool)
-	go func() {
-		a.want(200, "", "POST", "/v1/commands/"+id+"/stdin?offset=0", bytes.Repeat([]byte("x"), 5<<20))
-		a.want(200, "", "POST", "/v1/commands/"+id+"/stdin?offset=5242880&end=true", []byte("y"))
-		close(done)
-	}()
-	if r := p.drain(); len(r.out) != 5<<20+1 || r.out[5<<20] != 'y' {
-		t.Errorf("%d bytes", len(r.out))
-	}
-	<-done
-
-	id, p = a.stream("exec 0<&-; echo closed; sleep 0.3", with{"stdin": "open"})
+	_, p = a.stream("exec 0<&-; echo closed; sleep 0.3", with{"stdin": "open"})
 	p.send(frameStdin, 0, strings.Repeat("x", 300_000))
 	if r := p.drain(); r.Status != "exited" || string(r.out) != "closed\n" {
 		t.Errorf("%+v", r.record)
 	}
-	id, _ = a.stream("sleep 0.2", nil)
-	a.want(409, "invalid", "POST", "/v1/commands/"+id+"/stdin?offset=0", []byte("x"))
 }
 
 func write(t *testing.T, a *testAgent, name string, data []byte) string {
 	t.Helper()
-	check(t, os.WriteFile(a.folder+"/"+name, data, 0o644))
+	must(t, os.WriteFile(a.folder+"/"+name, data, 0o644))
 	return a.folder + "/" + name
 }
 
@@ -146,7 +132,7 @@ func TestRingHoldsUntilAcknowledged(t *testing.T) {
 	got := 0
 	for got < 100_000 {
 		f, err := p.frame()
-		check(t, err)
+		must(t, err)
 		if f.kind == frameStdout {
 			got += len(f.payload)
 		}
@@ -154,7 +140,7 @@ func TestRingHoldsUntilAcknowledged(t *testing.T) {
 	p.Close() // cut without a word: nothing was acknowledged
 	time.Sleep(300 * time.Millisecond)
 	var state record
-	check(t, json.Unmarshal(a.want(200, "", "GET", "/v1/commands/"+id, nil), &state))
+	must(t, json.Unmarshal(a.want(200, "", "GET", "/v1/commands/"+id, nil), &state))
 	if state.Status != "running" || state.StdoutBytes != blockBytes {
 		t.Errorf("the ring holds %d bytes, status %s", state.StdoutBytes, state.Status)
 	}
@@ -238,7 +224,7 @@ func TestKill(t *testing.T) {
 	a := startAgent(t)
 	kill := func(id string, signal int) record {
 		var r record
-		check(t, json.Unmarshal(a.want(200, "", "POST", "/v1/commands/"+id+"/kill", with{"signal": signal, "reason": "asked"}), &r))
+		must(t, json.Unmarshal(a.want(200, "", "POST", "/v1/commands/"+id+"/kill", with{"signal": signal, "reason": "asked"}), &r))
 		return r
 	}
 	id, p := a.stream("sleep 311 & (setsid sleep 312 &); sleep 313", nil)
@@ -280,9 +266,9 @@ func TestEndWithAChildThatHoldsTheOutput(t *testing.T) {
 	if r := a.run("sleep 30 & echo a", nil); string(r.out) != "a\n" || r.took > time.Second || *r.ExitCode != 0 {
 		t.Errorf("%+v after %s", r.record, r.took)
 	}
-	if r := a.run("(sleep 0.05; echo late) & echo a", nil); string(r.out) != "a\nlate\n" {
-		t.Errorf("%q", r.out)
-	}
+	eventually(t, "output soon after the end", func() bool { // soon: a busy machine may need more than the quiet time
+		return string(a.run("(sleep 0.03; echo late) & echo a", nil).out) == "a\nlate\n"
+	})
 	if r := a.run("yes & echo a", with{"timeout_s": 20}); r.took > 3*time.Second || *r.ExitCode != 0 {
 		t.Errorf("%+v after %s", r.record, r.took)
 	}
@@ -307,10 +293,10 @@ func TestOrphansLeaveNoZombies(t *testing.T) {
 
 func TestTerminal(t *testing.T) {
 	a := startAgent(t)
-	id, p := a.stream("tty; stty size; echo $TERM; stat -c %u $(tty); read x; echo got $x; stty size; exec sleep 60", with{"pty": with{"cols": 100, "rows": 30}})
+	_, p := a.stream("tty; stty size; echo $TERM; stat -c %u $(tty); read x; echo got $x; stty size; exec sleep 60", with{"pty": with{"cols": 100, "rows": 30}})
 	p.send(frameResize, 0, `{"cols":77,"rows":22}`)
 	time.Sleep(100 * time.Millisecond)
-	a.want(200, "", "POST", "/v1/commands/"+id+"/resize", with{"cols": 66, "rows": 11})
+	p.send(frameResize, 0, `{"cols":66,"rows":11}`)
 	p.send(frameStdin, 0, "abc\n")
 	time.Sleep(200 * time.Millisecond)
 	p.send(frameKill, 0, `{"signal":2,"reason":"Ctrl-C"}`)
@@ -355,7 +341,6 @@ func ignoredSignals(t *testing.T, status []byte) (set uint64) {
 	}
 	return set
 }
-
 func TestSignalsDoNotEndTheAgent(t *testing.T) {
 	a := startAgent(t)
 	for _, name := range []string{"TERM", "INT", "HUP", "QUIT", "SEGV", "ABRT", "USR1", "PIPE", "BUS", "KILL"} {

@@ -4,15 +4,16 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
+	"slices"
 	"syscall"
 )
 
 // apiError is an answer of the contract: a code of its closed list, its HTTP status, and the kernel's number if one was met.
 type apiError struct {
-	status  int
-	code    string
-	message string
-	errno   syscall.Errno
+	status        int
+	code, message string
+	errno         syscall.Errno
 }
 
 func (e *apiError) Error() string { return e.message }
@@ -22,60 +23,95 @@ func (e *apiError) MarshalJSON() ([]byte, error) {
 }
 
 func fail(status int, code, format string, arguments ...any) *apiError {
-	return &apiError{status: status, code: code, message: fmt.Sprintf(format, arguments...)}
+	return &apiError{status, code, fmt.Sprintf(format, arguments...), 0}
 }
 
 func invalid(format string, arguments ...any) *apiError {
 	return fail(400, "invalid", format, arguments...)
 }
 
-// asAPIError gives any error of a handler its code.
+type numbers []syscall.Errno
+
+// The code of each number that the kernel answers with; any other is internal.
+var codes = []struct {
+	numbers
+	status int
+	code   string
+}{
+	{numbers{syscall.ENOENT}, 404, "file_not_found"},
+	{numbers{syscall.EEXIST}, 409, "file_exists"},
+	{numbers{syscall.EISDIR}, 409, "is_a_directory"},
+	{numbers{syscall.ENOTDIR}, 409, "not_a_directory"},
+	{numbers{syscall.ENOTEMPTY}, 409, "directory_not_empty"},
+	{numbers{syscall.EACCES, syscall.EPERM, syscall.EROFS, syscall.EBUSY, syscall.ETXTBSY}, 403, "file_permission_denied"},
+	{numbers{syscall.ENAMETOOLONG, syscall.EINVAL, syscall.EILSEQ, syscall.ELOOP}, 422, "file_name_invalid"},
+	{numbers{syscall.ENXIO, syscall.ENODEV, syscall.ESPIPE}, 409, "file_kind_unsupported"},
+	{numbers{syscall.ENOSPC, syscall.EDQUOT, syscall.EFBIG}, 507, "disk_full"},
+	{numbers{syscall.EMFILE, syscall.ENFILE, syscall.EAGAIN, syscall.ENOMEM}, 429, "limit_reached"},
+}
+
 func asAPIError(err error) *apiError {
 	var known *apiError
 	if errors.As(err, &known) {
 		return known
 	}
-	var number syscall.Errno
-	errors.As(err, &number)
-	status, code := errnoCode(number)
-	return &apiError{status, code, err.Error(), number}
+	e := apiError{500, "internal", err.Error(), 0}
+	errors.As(err, &e.errno)
+	for _, c := range codes {
+		if slices.Contains(c.numbers, e.errno) {
+			e.status, e.code = c.status, c.code
+		}
+	}
+	return &e
 }
 
-func errnoCode(number syscall.Errno) (status int, code string) {
-	switch number {
-	case syscall.ENOENT:
-		return 404, "file_not_found"
-	case syscall.EEXIST:
-		return 409, "file_exists"
-	case syscall.EISDIR:
-		return 409, "is_a_directory"
-	case syscall.ENOTDIR:
-		return 409, "not_a_directory"
-	case syscall.ENOTEMPTY:
-		return 409, "directory_not_empty"
-	case syscall.EACCES, syscall.EPERM, syscall.EROFS, syscall.EBUSY, syscall.ETXTBSY:
-		return 403, "file_permission_denied"
-	case syscall.ENAMETOOLONG, syscall.EINVAL, syscall.EILSEQ, syscall.ELOOP:
-		return 422, "file_name_invalid"
-	case syscall.ENXIO, syscall.ENODEV, syscall.ESPIPE:
-		return 409, "file_kind_unsupported"
-	case syscall.ENOSPC, syscall.EDQUOT, syscall.EFBIG:
-		return 507, "disk_full"
-	case syscall.EMFILE, syscall.ENFILE, syscall.EAGAIN, syscall.ENOMEM:
-		return 429, "limit_reached"
+// failure carries an error out of a call: check throws it, attempt catches it. Nothing else is thrown on purpose.
+type failure struct{ error }
+
+func check(err error) {
+	if err != nil {
+		panic(failure{err})
 	}
-	return 500, "internal"
 }
 
-// fileError says what could not be done to which path; the code comes from the kernel's number.
-func fileError(verb, path string, err error) error {
-	var known *apiError
-	if err == nil || errors.As(err, &known) {
-		return err
+func got[T any](value T, err error) T {
+	check(err)
+	return value
+}
+
+// attempt gives the error that ended work.
+func attempt(work func()) (err error) {
+	defer func() {
+		if thrown := recover(); thrown != nil {
+			f, ours := thrown.(failure)
+			if err = f.error; !ours {
+				panic(thrown) // a fault
+			}
+		}
+	}()
+	work()
+	return nil
+}
+
+// doing, deferred, says what could not be done to which path.
+func doing(verb, path string) {
+	if thrown := recover(); thrown != nil {
+		f, ours := thrown.(failure)
+		if !ours {
+			panic(thrown)
+		}
+		err := f.error
+		var known *apiError
+		var number syscall.Errno
+		if errors.As(err, &number) && !errors.As(err, &known) {
+			err = fmt.Errorf("cannot %s %s: %w", verb, path, number)
+		}
+		check(err)
 	}
-	var number syscall.Errno
-	if errors.As(err, &number) {
-		err = number
+}
+
+func warn(err error) {
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "cpuos-agent: %v\n", err)
 	}
-	return fmt.Errorf("cannot %s %s: %w", verb, path, err)
 }

@@ -4,12 +4,12 @@ import (
 	"cmp"
 	"encoding/base64"
 	"errors"
+	"fmt"
 	"io"
 	"io/fs"
 	"os"
 	"path"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -36,15 +36,14 @@ type fileInfo struct {
 	LinkTarget *string `json:"link_target"`
 }
 
-func (a *agent) info(p string, file fs.FileInfo, target string) fileInfo {
+func (a *agent) info(p string, file fs.FileInfo) fileInfo {
 	st := file.Sys().(*syscall.Stat_t)
-	i := fileInfo{
-		Kind: kindOf(file), Size: st.Size, Mode: st.Mode & 0o7777, UID: st.Uid, GID: st.Gid,
-		ModifiedAt: file.ModTime().UTC().Format(time.RFC3339Nano),
-	}
+	i := fileInfo{Kind: kindOf(file), Size: st.Size, Mode: st.Mode & 0o7777, UID: st.Uid, GID: st.Gid}
+	i.ModifiedAt = file.ModTime().UTC().Format(time.RFC3339Nano)
 	i.Path, i.Raw = rawPath(p)
 	i.User, i.Group = a.users.owner(st.Uid, st.Gid)
 	if i.Kind == "symlink" {
+		target, _ := os.Readlink(p)
 		target, _ = rawPath(target)
 		i.LinkTarget = &target
 	}
@@ -72,15 +71,14 @@ func kindOf(file fs.FileInfo) string {
 	return "other"
 }
 
-// demandRegular is the error of a call that serves files alone.
-func demandRegular(file fs.FileInfo) error {
+// demandRegular ends a call that serves files alone.
+func demandRegular(file fs.FileInfo) {
 	switch kindOf(file) {
-	case "file":
-		return nil
 	case "directory":
-		return syscall.EISDIR
+		check(syscall.EISDIR)
+	case "other":
+		check(fail(409, "file_kind_unsupported", "%s is a device, socket or pipe", file.Name()))
 	}
-	return fail(409, "file_kind_unsupported", "%s is a device, socket or pipe", file.Name())
 }
 
 // absolute counts a relative path from the work folder. Only a path without ".." is tidied: the kernel alone knows where
@@ -95,169 +93,113 @@ func absolute(p string) string {
 	return path.Clean(p)
 }
 
-// target reads the path and the user of a file call; what is wrong with them is left in the request.
+// target reads the path and the user of a file call.
 func (a *agent) target(r *request, name string) (string, *user) {
 	p := r.query[name]
 	if p == "" || strings.Contains(p, "\x00") {
-		r.problem = fail(422, "file_name_invalid", "%s is empty or has a zero byte", name)
+		check(fail(422, "file_name_invalid", "%s is empty or has a zero byte", name))
 	}
-	who, err := a.users.find(cmp.Or(r.query["user"], "user"))
-	r.problem = errors.Join(r.problem, err)
-	return absolute(p), who
+	return absolute(p), a.users.find(cmp.Or(r.query["user"], "user"))
 }
 
 func (r *request) mode() int64 {
 	mode := r.number("mode", -1, 8)
 	if mode > 0o7777 {
-		r.problem = invalid("mode is octal, up to 7777")
+		check(invalid("mode is octal, up to 7777"))
 	}
 	return mode
 }
 
-func (a *agent) readFile(r *request, _ string) error {
+func (a *agent) readFile(r *request) any {
 	p, who := a.target(r, "path")
 	offset, length := r.number("offset", 0, 10), r.number("length", 1<<62, 10)
-	if r.problem != nil {
-		return r.problem
-	}
+	defer doing("read", p)
 	var file *os.File
-	var size int64
-	err := who.run(func() (err error) {
-		file, size, err = openRegular(p)
-		return err
+	who.run(func() {
+		demandRegular(got(os.Stat(p))) // before the open, as opening a device may do something
+		file = got(os.OpenFile(p, os.O_RDONLY|syscall.O_NONBLOCK|syscall.O_NOCTTY, 0))
 	})
-	if err != nil {
-		return fileError("read", p, err)
-	}
 	defer file.Close()
+	now := got(file.Stat())
+	demandRegular(now)
+	size, content := now.Size(), io.ReaderAt(file)
 	if size == 0 { // the kernel's own files have no size, only content
-		if data, _ := io.ReadAll(io.LimitReader(file, 4<<20)); len(data) > 0 {
-			size = int64(len(data))
-			data = data[min(offset, size):]
-			data = data[:min(length, int64(len(data)))]
-			return r.send(r.fileHead(int64(len(data)), size), data)
-		}
+		data, _ := io.ReadAll(io.LimitReader(file, 4<<20))
+		size, content = int64(len(data)), strings.NewReader(string(data))
 	}
 	length = min(length, max(0, size-offset))
-	if err = r.send(r.fileHead(length, size)); err == nil {
-		err = r.sendFile(file, offset, length)
-	}
-	if err != nil {
-		r.keepAlive = false // the announced length cannot be kept: only a cut connection says so
-	}
-	return err
+	r.send(r.head(200, "application/octet-stream", length, fmt.Sprintf("X-File-Size: %d\r\n", size)))
+	r.sendFile(content, offset, length)
+	return nil
 }
 
-func (r *request) fileHead(length, size int64) []byte {
-	return r.head(200, "application/octet-stream", length, "X-File-Size: "+strconv.FormatInt(size, 10)+"\r\n")
-}
-
-// openRegular looks before it opens: opening a device may do something.
-func openRegular(p string) (*os.File, int64, error) {
-	before, err := os.Stat(p)
-	if err == nil {
-		err = demandRegular(before)
-	}
-	if err != nil {
-		return nil, 0, err
-	}
-	file, err := os.OpenFile(p, os.O_RDONLY|syscall.O_NONBLOCK|syscall.O_NOCTTY, 0)
-	if err != nil {
-		return nil, 0, err
-	}
-	now, err := file.Stat()
-	if err == nil {
-		err = demandRegular(now)
-	}
-	if err != nil {
-		file.Close()
-		return nil, 0, err
-	}
-	return file, now.Size(), nil
-}
-
-func (a *agent) statFile(r *request, _ string) error {
+func (a *agent) statFile(r *request) any {
 	p, who := a.target(r, "path")
-	follow := r.flag("follow", false)
-	if r.problem != nil {
-		return r.problem
-	}
-	return a.replyInfo(r, "stat", p, who, follow)
+	return a.seen(p, who, "stat", r.flag("follow", false))
 }
 
-// replyInfo answers with what is at p, as the user sees it.
-func (a *agent) replyInfo(r *request, verb, p string, who *user, follow bool) error {
-	var file fs.FileInfo
-	target := ""
-	err := who.run(func() (err error) {
-		if follow {
-			file, err = os.Stat(p)
-		} else if file, err = os.Lstat(p); err == nil && kindOf(file) == "symlink" {
-			target, err = os.Readlink(p)
-		}
-		return err
-	})
-	if err != nil {
-		return fileError(verb, p, err)
+// seen is what is at p, as the user sees it.
+func (a *agent) seen(p string, who *user, verb string, follow bool) (i fileInfo) {
+	defer doing(verb, p)
+	look := os.Lstat
+	if follow {
+		look = os.Stat
 	}
-	return r.reply(200, a.info(p, file, target))
+	who.run(func() { i = a.info(p, got(look(p))) })
+	return i
 }
 
-func (a *agent) listFiles(r *request, _ string) error {
+func (a *agent) listFiles(r *request) any {
 	p, who := a.target(r, "path")
 	depth := r.number("depth", 1, 10)
-	if r.problem != nil {
-		return r.problem
-	}
 	if depth < 1 || depth > maxListDepth {
-		return invalid("depth is 1 to %d", maxListDepth)
+		check(invalid("depth is 1 to %d", maxListDepth))
 	}
-	entries, truncated := []fileInfo{}, false
-	err := who.run(func() error {
-		return walk(p, "", int(depth), func(full, _ string, file fs.FileInfo) error {
-			if len(entries) == maxEntries {
-				return errTruncated
-			}
-			target := ""
-			if kindOf(file) == "symlink" {
-				target, _ = os.Readlink(full)
-			}
-			entries = append(entries, a.info(full, file, target))
-			return nil
+	defer doing("list", p)
+	type entry struct {
+		path string
+		fileInfo
+	}
+	found := []entry{}
+	err := attempt(func() {
+		who.run(func() {
+			walk(p, "", int(depth), func(full, _ string, file fs.FileInfo) {
+				if len(found) == maxEntries {
+					check(errTooMany)
+				}
+				found = append(found, entry{full, a.info(full, file)})
+			})
 		})
 	})
-	if truncated = errors.Is(err, errTruncated); err != nil && !truncated {
-		return fileError("list", p, err)
+	if !errors.Is(err, errTooMany) {
+		check(err)
 	}
-	slices.SortFunc(entries, func(x, y fileInfo) int { return strings.Compare(x.bytes(), y.bytes()) })
-	return r.reply(200, map[string]any{"entries": entries, "truncated": truncated})
+	slices.SortFunc(found, func(x, y entry) int { return strings.Compare(x.path, y.path) })
+	entries := []fileInfo{}
+	for _, e := range found {
+		entries = append(entries, e.fileInfo)
+	}
+	return map[string]any{"entries": entries, "truncated": err != nil}
 }
 
-func (i fileInfo) bytes() string {
-	if i.Raw == nil {
-		return i.Path
-	}
-	data, _ := base64.StdEncoding.DecodeString(*i.Raw)
-	return string(data)
-}
-
-var errTruncated = fail(429, "limit_reached", "there are more entries than one answer tells")
+var errTooMany = fail(429, "limit_reached", "there are more entries than one answer tells")
 
 // walk visits what is in a folder, sorted, each subfolder after its own entry. Links are not followed, but for the folder
 // itself. A huge folder is cut, so that it cannot fill the agent's memory; a subfolder that may not be read is passed over.
-func walk(folder, name string, depth int, visit func(full, name string, file fs.FileInfo) error) error {
+func walk(folder, name string, depth int, visit func(full, name string, file fs.FileInfo)) {
 	flags := os.O_RDONLY | syscall.O_DIRECTORY | syscall.O_NONBLOCK
 	if name != "" {
 		flags |= syscall.O_NOFOLLOW
 	}
 	dir, err := os.OpenFile(folder, flags, 0)
-	if err != nil {
-		return err
+	if name != "" && (errors.Is(err, fs.ErrPermission) || errors.Is(err, fs.ErrNotExist)) {
+		return
 	}
+	check(err)
+	defer dir.Close()
 	entries, err := dir.ReadDir(5 * maxEntries)
-	dir.Close()
-	if err != nil && err != io.EOF {
-		return err
+	if err != io.EOF {
+		check(err)
 	}
 	slices.SortFunc(entries, func(x, y fs.DirEntry) int { return strings.Compare(x.Name(), y.Name()) })
 	for _, entry := range entries {
@@ -265,100 +207,69 @@ func walk(folder, name string, depth int, visit func(full, name string, file fs.
 		if errors.Is(err, fs.ErrNotExist) {
 			continue // gone meanwhile
 		}
-		if err != nil {
-			return err // a folder that only tells names, a path that is too long: nothing below may be missing unsaid
-		}
-		full, below := folder+"/"+entry.Name(), path.Join(name, entry.Name())
-		if folder == "/" {
-			full = "/" + entry.Name()
-		}
-		if err = visit(full, below, file); err == nil && depth > 1 && entry.IsDir() {
-			err = walk(full, below, depth-1, visit)
-			if errors.Is(err, fs.ErrPermission) || errors.Is(err, fs.ErrNotExist) {
-				err = nil
-			}
-		}
-		if err != nil {
-			return err
+		check(err) // a folder that only tells names, a path that is too long: nothing below may be missing unsaid
+		full, below := strings.TrimSuffix(folder, "/")+"/"+entry.Name(), path.Join(name, entry.Name())
+		if visit(full, below, file); depth > 1 && entry.IsDir() {
+			walk(full, below, depth-1, visit)
 		}
 	}
 	if len(entries) == 5*maxEntries {
-		return errTruncated
+		check(errTooMany)
 	}
-	return nil
 }
 
-func (a *agent) makeFolder(r *request, _ string) error {
+func (a *agent) makeFolder(r *request) any {
 	p, who := a.target(r, "path")
 	parents, mode := r.flag("parents", true), r.mode()
-	if r.problem != nil {
-		return r.problem
-	}
-	err := who.run(func() (err error) {
+	defer doing("make folder", p)
+	who.run(func() {
 		if parents {
-			err = os.MkdirAll(path.Dir(p), 0o755)
+			check(os.MkdirAll(path.Dir(p), 0o755))
 		}
-		if err == nil {
-			err = os.Mkdir(p, 0o755)
-		}
+		err := os.Mkdir(p, 0o755)
 		if file, e := os.Stat(p); errors.Is(err, fs.ErrExist) && parents && e == nil && file.IsDir() {
-			return nil
+			return
 		}
-		if err == nil && mode >= 0 {
-			err = syscall.Chmod(p, uint32(mode))
+		if check(err); mode >= 0 {
+			check(syscall.Chmod(p, uint32(mode)))
 		}
-		return err
 	})
-	if err != nil {
-		return fileError("make folder", p, err)
-	}
-	return a.replyInfo(r, "make folder", p, who, true)
+	return a.seen(p, who, "stat", true)
 }
 
-func (a *agent) moveFile(r *request, _ string) error {
+func (a *agent) moveFile(r *request) any {
 	from, who := a.target(r, "path")
 	to, _ := a.target(r, "to")
 	overwrite := r.flag("overwrite", false)
-	if r.problem != nil {
-		return r.problem
-	}
-	err := who.run(func() (err error) {
+	defer doing("move "+from+" to", to)
+	who.run(func() {
+		rename := renameNew
 		if overwrite {
-			err = syscall.Rename(from, to)
-		} else {
-			err = renameNew(from, to)
+			rename = syscall.Rename
 		}
+		err := rename(from, to)
 		if err == syscall.EXDEV {
-			err = moveAcross(who, from, to, overwrite)
+			moveAcross(who, from, to, overwrite)
+		} else {
+			check(err)
 		}
-		return err
 	})
-	if err != nil {
-		return fileError("move "+from+" to", to, err)
-	}
-	return a.replyInfo(r, "move", to, who, false)
+	return a.seen(to, who, "stat", false)
 }
 
-func (a *agent) removeFile(r *request, _ string) error {
+func (a *agent) removeFile(r *request) any {
 	p, who := a.target(r, "path")
 	recursive := r.flag("recursive", false)
-	if r.problem != nil {
-		return r.problem
-	}
-	err := who.run(func() error {
-		file, err := os.Lstat(p)
-		switch {
-		case err != nil:
-			return err
+	defer doing("remove", p)
+	who.run(func() {
+		switch file := got(os.Lstat(p)); {
 		case !file.IsDir():
-			return syscall.Unlink(p)
+			check(syscall.Unlink(p))
 		case recursive:
-			return os.RemoveAll(p)
+			check(os.RemoveAll(p))
+		default:
+			check(syscall.Rmdir(p))
 		}
-		return syscall.Rmdir(p)
 	})
-	if err != nil {
-		return fileError("remove", p, err)
-	}
-	return r.reply(200, map[string]any{})
+	return map[string]any{}
 }

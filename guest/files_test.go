@@ -22,7 +22,7 @@ func at(path string, more ...string) string {
 
 func (a *testAgent) info(data []byte) (i fileInfo) {
 	a.t.Helper()
-	check(a.t, json.Unmarshal(data, &i))
+	must(a.t, json.Unmarshal(data, &i))
 	return i
 }
 
@@ -51,7 +51,7 @@ func TestBytesAreKept(t *testing.T) {
 		t.Errorf("%q", got)
 	}
 	sparse, _ := os.Create(a.folder + "/sparse")
-	check(t, sparse.Truncate(4<<30+1))
+	must(t, sparse.Truncate(4<<30+1))
 	sparse.Close()
 	if i := a.info(a.want(200, "", "GET", "/v1/files/stat?"+at(a.folder+"/sparse"), nil)); i.Size != 4<<30+1 {
 		t.Errorf("%+v", i)
@@ -77,7 +77,7 @@ func TestNames(t *testing.T) {
 		a.want(200, "", "POST", "/v1/files/move?"+at(a.folder+"/moved", "to="+percent(path)), nil)
 	}
 	var list struct{ Entries []fileInfo }
-	check(t, json.Unmarshal(a.want(200, "", "GET", "/v1/files/list?"+at(a.folder), nil), &list))
+	must(t, json.Unmarshal(a.want(200, "", "GET", "/v1/files/list?"+at(a.folder), nil), &list))
 	seen := map[string]bool{}
 	for _, i := range list.Entries {
 		path := i.Path
@@ -104,12 +104,12 @@ func TestNames(t *testing.T) {
 func TestOverwriteRules(t *testing.T) {
 	a := startAgent(t)
 	file, link, other := a.folder+"/file", a.folder+"/link", a.folder+"/other"
-	check(t, os.WriteFile(file, []byte("old"), 0o600))
-	check(t, os.Chmod(file, 0o4777))
-	check(t, os.Chown(file, 12346, 12346))
-	check(t, os.Chmod(file, 0o4776))
-	check(t, os.Link(file, other))
-	check(t, os.Symlink("file", link))
+	must(t, os.WriteFile(file, []byte("old"), 0o600))
+	must(t, os.Chmod(file, 0o4777))
+	must(t, os.Chown(file, 12346, 12346))
+	must(t, os.Chmod(file, 0o4776))
+	must(t, os.Link(file, other))
+	must(t, os.Symlink("file", link))
 	a.want(200, "", "PUT", "/v1/files?"+at(link), []byte("new"))
 	if target, _ := os.Readlink(link); target != "file" {
 		t.Error("the link was replaced")
@@ -132,19 +132,19 @@ func TestOverwriteRules(t *testing.T) {
 	a.want(409, "file_exists", "PUT", "/v1/files?"+at(file, "exclusive=true"), []byte("x"))
 	a.want(200, "", "PUT", "/v1/files?"+at(a.folder+"/fresh", "exclusive=true"), []byte("x"))
 
-	check(t, os.Symlink("dangling-target", a.folder+"/dangling"))
+	must(t, os.Symlink("dangling-target", a.folder+"/dangling"))
 	a.want(200, "", "PUT", "/v1/files?"+at(a.folder+"/dangling"), []byte("x"))
 	if data, _ := os.ReadFile(a.folder + "/dangling-target"); string(data) != "x" {
 		t.Error("the dangling link was not followed")
 	}
-	check(t, os.Symlink("loop", a.folder+"/loop"))
+	must(t, os.Symlink("loop", a.folder+"/loop"))
 	a.want(422, "file_name_invalid", "PUT", "/v1/files?"+at(a.folder+"/loop"), []byte("x"))
-	check(t, os.Symlink("/root/planted", a.folder+"/planted"))
+	must(t, os.Symlink("/root/planted", a.folder+"/planted"))
 	a.want(403, "file_permission_denied", "PUT", "/v1/files?"+at(a.folder+"/planted"), []byte("x"))
 
-	check(t, os.Mkdir(a.folder+"/closed", 0o755))
-	check(t, os.WriteFile(a.folder+"/closed/f", []byte("keep"), 0o666))
-	check(t, os.WriteFile(a.folder+"/readonly", []byte("keep"), 0o444))
+	must(t, os.Mkdir(a.folder+"/closed", 0o755))
+	must(t, os.WriteFile(a.folder+"/closed/f", []byte("keep"), 0o666))
+	must(t, os.WriteFile(a.folder+"/readonly", []byte("keep"), 0o444))
 	a.want(403, "file_permission_denied", "PUT", "/v1/files?"+at(a.folder+"/closed/f"), []byte("x"))
 	a.want(403, "file_permission_denied", "PUT", "/v1/files?"+at(a.folder+"/closed/g"), []byte("x"))
 	a.want(403, "file_permission_denied", "PUT", "/v1/files?"+at(a.folder+"/readonly"), []byte("x"))
@@ -171,7 +171,7 @@ func noTemporaries(t *testing.T, a *testAgent) {
 
 func TestReadErrors(t *testing.T) {
 	a := startAgent(t)
-	check(t, os.WriteFile(a.folder+"/secret", []byte("x"), 0o600))
+	must(t, os.WriteFile(a.folder+"/secret", []byte("x"), 0o600))
 	a.want(403, "file_permission_denied", "GET", "/v1/files?"+at(a.folder+"/secret"), nil)
 	a.want(404, "file_not_found", "GET", "/v1/files?"+at(a.folder+"/none"), nil)
 	a.want(409, "is_a_directory", "GET", "/v1/files?"+at(a.folder), nil)
@@ -185,11 +185,11 @@ func TestReadErrors(t *testing.T) {
 
 func TestUploadThatEndsEarlyKeepsNothing(t *testing.T) {
 	a := startAgent(t)
-	check(t, os.WriteFile(a.folder+"/f", []byte("old"), 0o666))
-	check(t, os.Chmod(a.folder+"/f", 0o666))
+	must(t, os.WriteFile(a.folder+"/f", []byte("old"), 0o666))
+	must(t, os.Chmod(a.folder+"/f", 0o666))
 	for _, framing := range []string{"Content-Length: 1000\r\n\r\nabc", "Transfer-Encoding: chunked\r\n\r\n5\r\nabc", "Transfer-Encoding: chunked\r\n\r\nzz\r\n"} {
 		p := a.dial()
-		fmt.Fprintf(p, "PUT /v1/files?%s HTTP/1.1\r\nAuthorization: Bearer %s\r\n%s", at(a.folder+"/f"), strings.Repeat("01", 32), framing)
+		fmt.Fprintf(p, "PUT /v1/files?%s HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\n%s", at(a.folder+"/f"), strings.Repeat("01", 32), framing)
 		p.CloseWrite()
 		if status, body := p.answer(); status != 400 || !strings.Contains(string(body), "upload_incomplete") {
 			t.Errorf("%d %s", status, body)
@@ -211,7 +211,7 @@ func TestFullDisk(t *testing.T) {
 		t.Errorf("%q", got)
 	}
 	var list struct{ Entries []fileInfo }
-	check(t, json.Unmarshal(a.want(200, "", "GET", "/v1/files/list?"+at(full), nil), &list))
+	must(t, json.Unmarshal(a.want(200, "", "GET", "/v1/files/list?"+at(full), nil), &list))
 	if len(list.Entries) != 1 {
 		t.Errorf("%+v", list.Entries)
 	}
@@ -226,10 +226,10 @@ func TestListMoveRemove(t *testing.T) {
 	for _, name := range []string{"b", "a/z", "a/y/x", "c.d/e"} {
 		a.want(200, "", "PUT", "/v1/files?"+at(a.folder+"/"+name), []byte(name))
 	}
-	check(t, os.Symlink("a", a.folder+"/link"))
+	must(t, os.Symlink("a", a.folder+"/link"))
 	list := func(more ...string) string {
 		var answer struct{ Entries []fileInfo }
-		check(t, json.Unmarshal(a.want(200, "", "GET", "/v1/files/list?"+at(a.folder, more...), nil), &answer))
+		must(t, json.Unmarshal(a.want(200, "", "GET", "/v1/files/list?"+at(a.folder, more...), nil), &answer))
 		var names []string
 		for _, i := range answer.Entries {
 			names = append(names, strings.TrimPrefix(i.Path, a.folder+"/"))
@@ -275,7 +275,7 @@ func TestListMoveRemove(t *testing.T) {
 		Entries   []fileInfo
 		Truncated bool
 	}
-	check(t, json.Unmarshal(a.want(200, "", "GET", "/v1/files/list?"+at(a.folder+"/many"), nil), &answer))
+	must(t, json.Unmarshal(a.want(200, "", "GET", "/v1/files/list?"+at(a.folder+"/many"), nil), &answer))
 	if len(answer.Entries) != maxEntries || !answer.Truncated {
 		t.Errorf("%d entries, truncated %t", len(answer.Entries), answer.Truncated)
 	}
@@ -343,15 +343,15 @@ func TestTrees(t *testing.T) {
 		t.Errorf("%q", names)
 	}
 	write(t, a, "t/secret", []byte("x"))
-	check(t, os.Chmod(a.folder+"/t/secret", 0o600))
+	must(t, os.Chmod(a.folder+"/t/secret", 0o600))
 	a.want(403, "file_permission_denied", "GET", "/v1/files/tree?"+at(a.folder+"/t"), nil)
 	a.want(409, "not_a_directory", "GET", "/v1/files/tree?"+at(a.folder+"/t/l"), nil)
 	a.want(404, "file_not_found", "GET", "/v1/files/tree?"+at(a.folder+"/none"), nil)
 
 	full := filepath.Dir(a.folder) + "/full"
-	check(t, os.Remove(a.folder+"/t/secret"))
+	must(t, os.Remove(a.folder+"/t/secret"))
 	a.want(409, "file_kind_unsupported", "POST", "/v1/files/move?"+at(a.folder+"/t", "to="+full+"/t", "user=root"), nil)
-	check(t, os.Remove(a.folder+"/t/fifo"))
+	must(t, os.Remove(a.folder+"/t/fifo"))
 	a.want(200, "", "POST", "/v1/files/move?"+at(a.folder+"/t", "to="+full+"/t", "user=root"), nil)
 	a.want(404, "file_not_found", "GET", "/v1/files/stat?"+at(a.folder+"/t"), nil)
 	a.want(200, "", "GET", "/v1/files/stat?"+at(full+"/t/ro/f"), nil)
@@ -359,8 +359,8 @@ func TestTrees(t *testing.T) {
 
 func TestWatch(t *testing.T) {
 	a := startAgent(t)
-	check(t, os.MkdirAll(a.folder+"/w/old", 0o777))
-	check(t, os.Chmod(a.folder+"/w", 0o777))
+	must(t, os.MkdirAll(a.folder+"/w/old", 0o777))
+	must(t, os.Chmod(a.folder+"/w", 0o777))
 	p := a.dial()
 	p.request("GET", "/v1/files/watch?"+at(a.folder+"/w", "recursive=true"), nil, upgradeLines)
 	if status, body := p.answer(); status != 101 {
@@ -405,7 +405,7 @@ func TestWatch(t *testing.T) {
 			t.Errorf("told of a temporary file: %s", text)
 		}
 	}
-	check(t, os.RemoveAll(a.folder+"/w"))
+	must(t, os.RemoveAll(a.folder+"/w"))
 	wait("removed " + a.folder + "/w")
 	if f, err := p.frame(); err != nil || f.kind != frameError || !strings.Contains(string(f.payload), "file_not_found") {
 		t.Errorf("%v %s", err, f.payload)

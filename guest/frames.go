@@ -8,19 +8,20 @@ import (
 
 // The frame format of api/guest.md; api/frames.json holds golden frames for this and every other implementation.
 const (
-	frameStdout    = 1
-	frameStderr    = 2
-	frameStarted   = 3
-	frameEnded     = 4
-	frameGap       = 5
-	frameKeepalive = 6
-	frameEvent     = 7
-	frameError     = 8
-	frameStdin     = 16
-	frameStdinEnd  = 17
-	frameAck       = 18
-	frameResize    = 19
-	frameKill      = 20
+	frameStdout = iota + 1
+	frameStderr
+	frameStarted
+	frameEnded
+	frameGap
+	frameKeepalive
+	frameEvent
+	frameError
+
+	frameStdin = iota + 8 // from here on towards the program
+	frameStdinEnd
+	frameAck
+	frameResize
+	frameKill
 
 	frameHeaderBytes = 16
 	maxFramePayload  = 1 << 20
@@ -34,34 +35,29 @@ type frame struct {
 
 var errFrame = errors.New("frame out of contract")
 
-func putFrameHeader(head []byte, kind byte, length int, offset uint64) {
-	head[0], head[1], head[2], head[3] = kind, 0, 0, 0
-	binary.BigEndian.PutUint32(head[4:], uint32(length))
-	binary.BigEndian.PutUint64(head[8:], offset)
+func frameHeader(kind byte, length int, offset uint64) []byte {
+	head := binary.BigEndian.AppendUint32([]byte{kind, 0, 0, 0}, uint32(length))
+	return binary.BigEndian.AppendUint64(head, offset)
 }
 
 func encodeFrame(kind byte, offset uint64, payload []byte) []byte {
-	out := make([]byte, frameHeaderBytes+len(payload))
-	putFrameHeader(out, kind, len(payload), offset)
-	copy(out[frameHeaderBytes:], payload)
-	return out
+	return append(frameHeader(kind, len(payload), offset), payload...)
 }
 
 // readFrame reads one frame from the host; only the kinds that a host sends pass. buffer is used when it is large enough.
-func readFrame(r io.Reader, buffer []byte) (frame, error) {
+func readFrame(r io.Reader, buffer []byte) (f frame, err error) {
 	var head [frameHeaderBytes]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
-		return frame{}, err
+		return f, err
 	}
-	f := frame{kind: head[0], offset: binary.BigEndian.Uint64(head[8:])}
 	length := binary.BigEndian.Uint32(head[4:])
-	if f.kind < frameStdin || f.kind > frameKill || head[1] != 0 || head[2] != 0 || head[3] != 0 || length > maxFramePayload {
-		return frame{}, errFrame
+	if head[0] < frameStdin || head[0] > frameKill || head[1]|head[2]|head[3] != 0 || length > maxFramePayload {
+		return f, errFrame
 	}
 	if int(length) > len(buffer) {
 		buffer = make([]byte, length)
 	}
-	f.payload = buffer[:length]
-	_, err := io.ReadFull(r, f.payload)
+	f = frame{head[0], binary.BigEndian.Uint64(head[8:]), buffer[:length]}
+	_, err = io.ReadFull(r, f.payload)
 	return f, err
 }

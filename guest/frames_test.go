@@ -24,12 +24,12 @@ func TestGoldenFrames(t *testing.T) {
 		Refused []struct{ Name, Bytes string }
 	}
 	data, err := os.ReadFile("../api/frames.json")
-	check(t, err)
-	check(t, json.Unmarshal(data, &golden))
+	must(t, err)
+	must(t, json.Unmarshal(data, &golden))
 	for _, c := range golden.Frames {
 		payload, _ := hex.DecodeString(c.Payload)
 		var offset uint64
-		check(t, json.Unmarshal([]byte(c.Offset), &offset))
+		must(t, json.Unmarshal([]byte(c.Offset), &offset))
 		raw := encodeFrame(frameKinds[c.Kind], offset, payload)
 		if hex.EncodeToString(raw) != c.Frame {
 			t.Errorf("%s: encoded as %x, want %s", c.Name, raw, c.Frame)
@@ -55,13 +55,12 @@ func TestQueryIsBytes(t *testing.T) {
 	for text, want := range map[string]string{
 		"path=/a+b": "/a+b", "path=%2e%2e": "..", "path=%ff%0a": "\xff\n", "path=a%26b%3Dc%23d": "a&b=c#d", "path=a=b": "a=b", "": "",
 	} {
-		query, err := parseQuery(text)
-		if err != nil || query["path"] != want {
-			t.Errorf("%q: %q, %v", text, query["path"], err)
+		if query := parseQuery(text); query["path"] != want {
+			t.Errorf("%q: %q", text, query["path"])
 		}
 	}
 	for _, text := range []string{"path=%", "path=%zz", "path=1&path=2"} {
-		if _, err := parseQuery(text); err == nil {
+		if attempt(func() { parseQuery(text) }) == nil {
 			t.Errorf("%q was taken", text)
 		}
 	}
@@ -70,35 +69,35 @@ func TestQueryIsBytes(t *testing.T) {
 func TestUserTable(t *testing.T) {
 	folder := t.TempDir()
 	table := newUserTable(folder)
-	if _, err := table.find("user"); err == nil {
+	if attempt(func() { table.find("user") }) == nil {
 		t.Fatal("found a user in no table")
 	}
-	check(t, os.WriteFile(folder+"/passwd", []byte(testPasswd), 0o644))
-	check(t, os.WriteFile(folder+"/group", []byte("user:x:12345:user\nmore:x:1:app,user\nbad:x:zz:user\n"), 0o644))
-	u, err := table.find("user")
-	check(t, err)
+	must(t, os.WriteFile(folder+"/passwd", []byte(testPasswd), 0o644))
+	must(t, os.WriteFile(folder+"/group", []byte("user:x:12345:user\nmore:x:1:app,user\nbad:x:zz:user\n"), 0o644))
+	u := table.find("user")
 	if u.uid != 12345 || u.shell != "/bin/bash" || len(u.groups) != 2 || u.groups[1] != 1 {
 		t.Fatalf("%+v", u)
 	}
 	if name, group := table.owner(12345, 99); name != "user" || group != "99" {
 		t.Fatal(name, group)
 	}
-	check(t, os.WriteFile(folder+"/passwd", []byte(strings.ReplaceAll(testPasswd, "12345", "54321")), 0o644))
-	if u, err = table.find("user"); err != nil || u.uid != 54321 {
-		t.Fatalf("the changed table was not read: %+v %v", u, err)
+	must(t, os.WriteFile(folder+"/passwd", []byte(strings.ReplaceAll(testPasswd, "12345", "54321")), 0o644))
+	if u = table.find("user"); u.uid != 54321 {
+		t.Fatalf("the changed table was not read: %+v", u)
 	}
 }
 
 func TestStdinQueueSkipsRepeats(t *testing.T) {
 	reader, writer, err := os.Pipe()
-	check(t, err)
-	q := newStdinQueue(writer, false)
-	q.notify = func() {}
-	check(t, q.put(0, []byte("hello ")))
-	check(t, q.put(3, []byte("lo world")))
-	check(t, q.put(0, []byte("hello")))
-	if q.put(100, []byte("x")) == nil {
-		t.Fatal("a gap was taken")
+	must(t, err)
+	q := &stdinQueue{file: writer, notify: make(chan struct{}, 1)}
+	q.put(0, []byte("hello "))
+	q.put(3, []byte("lo world"))
+	q.put(0, []byte("hello"))
+	for _, bad := range []func(){func() { q.put(100, []byte("x")) }, func() { q.put(11, make([]byte, stdinBytes+1)) }} {
+		if attempt(bad) == nil {
+			t.Fatal("a gap or too much was taken")
+		}
 	}
 	q.finish()
 	var got bytes.Buffer

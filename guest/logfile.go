@@ -14,68 +14,55 @@ const (
 	keptFolders   = 32
 )
 
-// logFile is the full copy of one stream that programs inside can search. Only the stream's pump uses it.
+// logFile is the full copy of one stream that programs inside can search. Only the stream's pump writes it.
 type logFile struct {
 	file *os.File
 	lost bool // the copy is not, or no longer, whole
 }
 
-// add writes the bytes at the stream's end, which were just read into the ring; the first call over the threshold starts the
-// file with all bytes before them, which the ring still holds at its start.
+// add writes the bytes at the stream's end, which were just read into the ring; the first call over the threshold starts
+// the file with all bytes before them, which the ring still holds at its start.
 func (l *logFile) add(c *command, s *stream, data []byte) {
 	total := s.written
-	if l.lost || total <= copyThreshold {
+	if l.lost || total <= copyThreshold || len(data) == 0 {
 		return
 	}
+	var err error
 	if l.file == nil {
 		data = s.ring[:total]
-		var err error
-		if l.file, err = c.agent.createLog(c.id, s.name); err != nil {
-			l.drop(c)
-			return
-		}
-		c.mu.Lock()
-		c.copied = true
-		c.mu.Unlock()
+		l.file, err = createLog(c.id, s.name)
 	}
-	if total > copyLimit {
-		l.drop(c)
-	} else if _, err := l.file.Write(data); err != nil {
-		l.drop(c)
+	if err == nil && total <= copyLimit {
+		_, err = l.file.Write(data)
 	}
-}
-
-func (l *logFile) drop(c *command) {
-	l.lost = true
-	l.close()
 	c.mu.Lock()
-	c.copyLost = true
-	c.mu.Unlock()
-}
-
-func (l *logFile) close() {
-	if l.file != nil {
+	defer c.mu.Unlock()
+	c.copied = true
+	if err != nil || total > copyLimit {
+		l.lost, c.copyLost = true, true
 		l.file.Close()
-		l.file = nil
 	}
 }
 
-var logFolders sync.Mutex
+var logs struct {
+	mu      sync.Mutex // guards folders
+	folders []string
+}
 
 // createLog makes a file in the command's folder; only the newest folders are kept.
-func (a *agent) createLog(id, name string) (*os.File, error) {
-	logFolders.Lock()
-	defer logFolders.Unlock()
+func createLog(id, name string) (*os.File, error) {
+	logs.mu.Lock()
+	defer logs.mu.Unlock()
 	folder := filepath.Join(logFolder, id)
 	if err := os.MkdirAll(folder, 0o755); err != nil {
 		return nil, err
 	}
-	if !slices.Contains(a.logFolders, id) {
-		a.logFolders = append(a.logFolders, id)
-		if len(a.logFolders) > keptFolders {
-			os.RemoveAll(filepath.Join(logFolder, a.logFolders[0]))
-			a.logFolders = a.logFolders[1:]
-		}
+	if !slices.Contains(logs.folders, id) {
+		logs.folders = append(logs.folders, id)
+	}
+	if len(logs.folders) > keptFolders {
+		os.RemoveAll(filepath.Join(logFolder, logs.folders[0]))
+		logs.folders = logs.folders[1:]
 	}
 	return os.OpenFile(filepath.Join(folder, name), os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o644)
 }

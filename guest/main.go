@@ -48,13 +48,13 @@ func main() {
 	if *listen != "" {
 		fmt.Println(listener.Addr())
 	}
-	a := newAgent(*sandbox, key, peer, *userTable)
+	a := newAgent(*sandbox, key, *userTable)
 	go a.children.loop()
-	a.accept(listener)
+	a.accept(listener, peer)
 }
 
 func fatal(text string, err error) {
-	fmt.Fprintf(os.Stderr, "cpuos-agent: %s: %v\n", text, err)
+	warn(fmt.Errorf("%s: %w", text, err))
 	os.Exit(2)
 }
 
@@ -70,15 +70,13 @@ func beLean() {
 func reserveThreads() {
 	var running, parked sync.WaitGroup
 	running.Add(reservedThreads)
-	parked.Add(reservedThreads)
 	for range reservedThreads {
-		go func() {
+		parked.Go(func() {
 			runtime.LockOSThread() // a goroutine tied to its thread makes the runtime start another for the next one
+			defer runtime.UnlockOSThread()
 			running.Done()
 			running.Wait()
-			runtime.UnlockOSThread()
-			parked.Done()
-		}()
+		})
 	}
 	parked.Wait()
 }
@@ -105,21 +103,15 @@ func beInit() {
 	}
 	syscall.Setrlimit(syscall.RLIMIT_CORE, &syscall.Rlimit{})
 	var files syscall.Rlimit
-	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files) == nil {
-		files.Cur = min(files.Max, 1<<16)
-		syscall.Setrlimit(syscall.RLIMIT_NOFILE, &files)
-	}
+	syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files)
+	files.Cur = min(files.Max, 1<<16)
+	syscall.Setrlimit(syscall.RLIMIT_NOFILE, &files)
 	os.Chdir("/")
 }
 
-func bind(address string) (*net.TCPListener, error) {
-	tcp, err := net.ResolveTCPAddr("tcp4", address)
-	if err != nil {
-		return nil, err
-	}
-	for end := time.Now().Add(bindTime); ; time.Sleep(5 * time.Millisecond) {
-		listener, err := net.ListenTCP("tcp4", tcp)
-		if err == nil || time.Now().After(end) {
+func bind(address string) (listener net.Listener, err error) {
+	for end := now().Add(bindTime); ; time.Sleep(5 * time.Millisecond) {
+		if listener, err = net.Listen("tcp4", address); err == nil || now().After(end) {
 			return listener, err
 		}
 	}

@@ -5,13 +5,12 @@ import (
 	"os/signal"
 	"sync"
 	"syscall"
-	"time"
 )
 
 // reaper waits for every child, the agent's own and orphans. A child may end before its fork returned to us: while a
 // spawn is under way, ends that nobody waits for yet are kept.
 type reaper struct {
-	mu       sync.Mutex // guards the rest
+	mu       sync.Mutex // guards spawning, waiters and early
 	spawning int
 	waiters  map[int]func(syscall.WaitStatus)
 	early    map[int]syscall.WaitStatus
@@ -29,27 +28,23 @@ func (p *reaper) spawn(path string, argv []string, attributes *syscall.ProcAttr,
 	p.mu.Unlock()
 	pid, err := syscall.ForkExec(path, argv, attributes)
 	p.mu.Lock()
-	p.spawning--
 	status, over := p.early[pid]
 	if err == nil && !over {
 		p.waiters[pid] = ended
 	}
 	delete(p.early, pid)
-	if p.spawning == 0 {
+	if p.spawning--; p.spawning == 0 {
 		clear(p.early)
 	}
 	p.mu.Unlock()
-	if err != nil {
-		return 0, err
-	}
-	if over {
+	if over && err == nil {
 		ended(status)
 	}
 	select {
 	case p.born <- nil:
 	default:
 	}
-	return pid, nil
+	return pid, err
 }
 
 func (p *reaper) loop() {
@@ -76,6 +71,3 @@ func (p *reaper) loop() {
 		}
 	}
 }
-
-// elapsed is a duration in seconds as the contract gives it.
-func elapsed(from, to time.Time) float64 { return float64(to.Sub(from).Microseconds()) / 1e6 }

@@ -23,9 +23,9 @@ func TestProgramsOpenTheirStreamsAnew(t *testing.T) {
 func TestNoModeOfAForeignGroup(t *testing.T) {
 	a := startAgent(t)
 	folder := a.folder + "/shared"
-	check(t, os.Mkdir(folder, 0o755))
-	check(t, os.Chown(folder, 0, 0))
-	check(t, syscall.Chmod(folder, 0o2777))
+	must(t, os.Mkdir(folder, 0o755))
+	must(t, os.Chown(folder, 0, 0))
+	must(t, syscall.Chmod(folder, 0o2777))
 	if i := a.info(a.want(200, "", "PUT", "/v1/files?"+at(folder+"/f", "mode=2755"), []byte("x"))); i.GID != 0 || i.Mode != 0o755 {
 		t.Errorf("%+v", i)
 	}
@@ -40,15 +40,15 @@ func TestNoModeOfAForeignGroup(t *testing.T) {
 func TestTreesAreWholeOrRefused(t *testing.T) {
 	a := startAgent(t)
 	a.want(200, "", "PUT", "/v1/files?"+at(a.folder+"/t/names/f"), []byte("x"))
-	check(t, os.Chmod(a.folder+"/t/names", 0o444)) // tells names, and nothing of what they name
+	must(t, os.Chmod(a.folder+"/t/names", 0o444)) // tells names, and nothing of what they name
 	full := filepath.Dir(a.folder) + "/full"
-	check(t, os.Chmod(full, 0o777))
+	must(t, os.Chmod(full, 0o777))
 	for _, path := range []string{a.folder + "/t", a.folder + "/t/names"} {
 		a.want(403, "file_permission_denied", "GET", "/v1/files/tree?"+at(path), nil)
 		a.want(403, "file_permission_denied", "POST", "/v1/files/move?"+at(path, "to="+full+"/moved"), nil)
 	}
 	a.want(403, "file_permission_denied", "GET", "/v1/files/list?"+at(a.folder+"/t/names"), nil)
-	check(t, os.Mkdir(a.folder+"/deep", 0o777))
+	must(t, os.Mkdir(a.folder+"/deep", 0o777))
 	r := a.run("for i in $(seq 40); do mkdir "+strings.Repeat("d", 200)+" && cd "+strings.Repeat("d", 200)+"; done; echo leaf > leaf", with{"cwd": a.folder + "/deep", "user": "root"})
 	if *r.ExitCode != 0 {
 		t.Fatalf("%s", r.err)

@@ -8,33 +8,25 @@ import (
 
 const (
 	pipeBytes  = 1 << 20
+	readBytes  = 512 << 10 // at most in one read, so that sending overlaps with reading
 	batchBytes = 64 << 10
 	batchTime  = 500 * time.Microsecond
-	readBytes  = 512 << 10 // at most in one read, so that sending overlaps with reading
 )
 
 // stream is one output of a command. Its ring holds what the host has not acknowledged; the command's lock guards it,
 // but the free space belongs to the pump and the unacknowledged bytes to the session that sends them.
 type stream struct {
-	name     string
-	kind     byte
-	file     *os.File // the agent's end of the pipe; nil without this stream
-	ring     block
-	base     uint64 // offset that lies at the ring's start
-	written  uint64 // offset after the last byte read from the program
-	acked    uint64
-	atExit   uint64 // written when the program ended
-	lastRead time.Time
-	full     bool
-	eof      bool
-	space    chan struct{} // room was made, or the output is no longer wanted
-	copy     logFile
-}
-
-// free gives the next unbroken piece of room.
-func (s *stream) free() []byte {
-	at := (s.written - s.base) % blockBytes
-	return s.ring[at:min(at+blockBytes-(s.written-s.acked), blockBytes, at+readBytes)]
+	name           string
+	kind           byte
+	file           *os.File // the agent's end of the pipe
+	ring           block
+	base           uint64 // offset that lies at the ring's start
+	written, acked uint64
+	atExit         uint64 // written when the program ended
+	lastRead       time.Time
+	full, eof      bool
+	space          chan struct{} // room was made
+	copy           logFile
 }
 
 // unsent gives the next unbroken piece from an offset on.
@@ -45,18 +37,9 @@ func (s *stream) unsent(from uint64) []byte {
 
 // acknowledge frees the bytes before an offset.
 func (s *stream) acknowledge(offset uint64) {
-	if offset <= s.acked {
-		return
-	}
-	s.acked = min(offset, s.written)
-	poke(s.space)
-}
-
-// startOver lets an emptied ring begin at its first pages again. Only the pump may do it, between two reads: one that
-// waits in a read already has its place. Not before the copy has begun: until then the first bytes still lie there.
-func (s *stream) startOver() {
-	if s.acked == s.written && s.written > copyThreshold {
-		s.base = s.written
+	if offset > s.acked {
+		s.acked = min(offset, s.written)
+		poke(s.space)
 	}
 }
 
@@ -74,13 +57,10 @@ func readInto(raw syscall.RawConn, space []byte) (n int, err error) {
 		n, err = syscall.Read(int(fd), space)
 		return err != syscall.EAGAIN && err != syscall.EINTR
 	})
-	if n < 0 {
-		n = 0
-	}
 	if waited != nil {
 		err = waited
 	}
-	return n, err
+	return max(n, 0), err
 }
 
 // readLast takes what a pipe still holds once the command's end was called: 0 when that is nothing, or when as much came
@@ -89,17 +69,9 @@ func (c *command) readLast(s *stream, raw syscall.RawConn, space []byte) (n int)
 	c.mu.Lock()
 	enough := s.written-s.atExit >= pipeBytes
 	c.mu.Unlock()
-	if enough {
-		return 0
+	for err := error(syscall.EINTR); !enough && err == syscall.EINTR; {
+		raw.Control(func(fd uintptr) { n, err = syscall.Read(int(fd), space) })
 	}
-	raw.Control(func(fd uintptr) {
-		for {
-			var err error
-			if n, err = syscall.Read(int(fd), space); err != syscall.EINTR {
-				return
-			}
-		}
-	})
 	return max(n, 0)
 }
 
@@ -115,10 +87,10 @@ func (c *command) pump(s *stream) {
 		defer func() { <-c.done }()
 	}
 	burst, last := 0, false
-	for {
+	for n := 1; n > 0; {
 		space := c.waitRoom(s)
 		asked := now()
-		n, err := readInto(raw, space)
+		n, err = readInto(raw, space)
 		if last = n == 0 && os.IsTimeout(err); last {
 			n = c.readLast(s, raw, space)
 		}
@@ -131,39 +103,35 @@ func (c *command) pump(s *stream) {
 		case n > 0 && n < min(len(space), batchBytes):
 			time.Sleep(batchTime)
 		}
-		// Told first: the session sends the bytes while they are copied. They stay where they are until this loop's next read.
+		// Told first: the session sends the bytes while they are copied. They stay where they are until the next read.
 		c.produced(s, n)
-		if n == 0 {
-			break
-		}
 		s.copy.add(c, s, space[:n])
 	}
-	c.release()
-	if !last {
-		return
-	}
-	s.file.SetReadDeadline(never)
-	scratch := make([]byte, 4096)
-	for {
-		if n, err := readInto(raw, scratch); n == 0 && !os.IsTimeout(err) {
-			return
+	if c.release(); last {
+		s.file.SetReadDeadline(never)
+		scratch := make([]byte, 4096)
+		for n := 1; n > 0; {
+			n, _ = readInto(raw, scratch)
 		}
 	}
 }
 
-// waitRoom gives room in the ring, once there is some.
+// waitRoom gives the next unbroken piece of room, once there is some.
 func (c *command) waitRoom(s *stream) []byte {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for s.written-s.acked == blockBytes {
-		s.full = true
+	for s.full = s.written-s.acked == blockBytes; s.full; s.full = s.written-s.acked == blockBytes {
 		c.mu.Unlock()
 		<-s.space
 		c.mu.Lock()
-		s.full = false
 	}
-	s.startOver()
-	return s.free()
+	// An emptied ring begins at its first pages again. Only here, between two reads; and not before the copy has begun:
+	// until then the first bytes still lie there.
+	if s.acked == s.written && s.written > copyThreshold {
+		s.base = s.written
+	}
+	at := (s.written - s.base) % blockBytes
+	return s.ring[at:min(at+blockBytes-(s.written-s.acked), blockBytes, at+readBytes)]
 }
 
 func (c *command) produced(s *stream, n int) {
@@ -171,8 +139,7 @@ func (c *command) produced(s *stream, n int) {
 	defer c.mu.Unlock()
 	s.written += uint64(n)
 	s.lastRead = now()
-	if n == 0 {
-		s.eof = true
+	if s.eof = n == 0; s.eof {
 		c.endIfDone()
 	}
 	poke(c.wake)

@@ -2,6 +2,8 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
+	"slices"
 	"syscall"
 	"time"
 )
@@ -13,69 +15,53 @@ const (
 
 // session streams one command over one upgraded connection. A newer session of the same command ends an older one.
 type session struct {
-	r    *request
+	link
 	c    *command
 	sent [2]uint64
 	held []byte        // of the beginning, not yet sent
 	gone chan struct{} // closed when the host's side of the connection ended
 }
 
-func (r *request) upgradeToFrames() error {
-	return r.send(r.framesHead())
-}
-
-func (r *request) framesHead() []byte {
-	r.answered, r.keepAlive = true, false
-	r.tcp.SetReadDeadline(never)
-	return []byte("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + framesProtocol + "\r\n\r\n")
-}
-
-func (r *request) sendFrame(kind byte, offset uint64, body any) error {
-	var payload []byte
-	if body != nil {
-		payload, _ = json.Marshal(body)
-	}
-	return r.send(encodeFrame(kind, offset, payload))
-}
-
 // stream runs a session from these offsets, which acknowledge all before them.
-func (c *command) stream(r *request, offsets [2]uint64) error {
-	c.mu.Lock()
-	for i, s := range c.streams() {
-		if offsets[i] > s.written {
-			c.mu.Unlock()
-			return invalid("%s has no offset %d: it ends at %d", s.name, offsets[i], s.written)
+func (c *command) stream(r *request, offsets [2]uint64) {
+	r.demandUpgrade()
+	s := &session{link: r.link, c: c, sent: offsets, gone: make(chan struct{})}
+	accepted, _ := c.stdin.offsets()
+	started := encodeFrame(frameStarted, 0, fmt.Appendf(nil, `{"pid":%d,"stdin":%d}`, c.leader(), accepted))
+	gaps := s.begin(offsets)
+	defer s.leave()
+	s.held = slices.Concat(r.framesHead(), started, gaps)
+	go s.listen()
+	err := attempt(func() { s.run(accepted) })
+	s.CloseWrite() // the host may still be sending acknowledgements: a close would reset the connection
+	s.SetReadDeadline(now().Add(keepaliveTime))
+	<-s.gone
+	check(err)
+}
+
+// begin takes the command over, and gives the frames that tell of gaps.
+func (s *session) begin(offsets [2]uint64) (gaps []byte) {
+	s.c.mu.Lock()
+	defer s.c.mu.Unlock()
+	for i, out := range s.c.out {
+		if offsets[i] > out.written {
+			check(invalid("%s has no offset %d: it ends at %d", out.name, offsets[i], out.written))
 		}
-	}
-	s := &session{r: r, c: c, sent: offsets, gone: make(chan struct{})}
-	if c.session != nil {
-		c.session.r.tcp.Close()
-	}
-	c.session = s
-	c.holders++
-	pid := c.pid
-	gaps := map[string][2]uint64{}
-	for i, out := range c.streams() {
 		if offsets[i] < out.acked {
-			gaps[out.name], s.sent[i] = [2]uint64{offsets[i], out.acked}, out.acked
+			gap := fmt.Appendf(nil, `{"stream":"%s","from":%d,"to":%d}`, out.name, offsets[i], out.acked)
+			gaps = append(gaps, encodeFrame(frameGap, offsets[i], gap)...)
+			s.sent[i] = out.acked
 		}
+	}
+	for i, out := range s.c.out {
 		out.acknowledge(offsets[i])
 	}
-	c.mu.Unlock()
-	defer s.leave()
-	accepted, _ := c.stdin.offsets()
-	payload, _ := json.Marshal(map[string]any{"pid": pid, "stdin": accepted})
-	s.held = append(r.framesHead(), encodeFrame(frameStarted, 0, payload)...)
-	for name, gap := range gaps {
-		payload, _ := json.Marshal(map[string]any{"stream": name, "from": gap[0], "to": gap[1]})
-		s.held = append(s.held, encodeFrame(frameGap, gap[0], payload)...)
+	if s.c.session != nil {
+		cut(s.c.session.TCPConn)
 	}
-	go s.listen()
-	err := s.run(accepted)
-	r.tcp.CloseWrite() // the host may still be sending acknowledgements: a close would reset the connection
-	r.tcp.SetReadDeadline(now().Add(keepaliveTime))
-	<-s.gone
-	return err
+	s.c.session = s
+	s.c.holders++
+	return gaps
 }
 
 func (s *session) leave() {
@@ -88,71 +74,54 @@ func (s *session) leave() {
 	s.c.release()
 }
 
-func (s *session) run(stdinTold uint64) error {
-	silence := time.NewTimer(keepaliveTime)
-	defer silence.Stop()
-	head := make([]byte, frameHeaderBytes)
+func (s *session) run(stdinTold uint64) {
 	for turn := 0; ; turn++ {
 		out, data, offset, ended := s.next(turn)
-		if data != nil {
-			putFrameHeader(head, out.kind, len(data), offset)
-			if err := s.send(head, data); err != nil {
-				return err
-			}
-			continue
-		}
-		if _, written := s.c.stdin.offsets(); written > stdinTold {
+		_, written := s.c.stdin.offsets()
+		switch {
+		case data != nil:
+			s.put(frameHeader(out.kind, len(data), offset), data)
+		case written > stdinTold:
 			stdinTold = written
-			if err := s.sendFrame(frameAck, map[string]any{"stdin": written}); err != nil {
-				return err
+			s.put(encodeFrame(frameAck, 0, fmt.Appendf(nil, `{"stdin":%d}`, written)))
+		case ended:
+			s.put(encodeFrame(frameEnded, 0, got(json.Marshal(s.c.record()))))
+			return
+		default:
+			patience := keepaliveTime
+			if s.held != nil {
+				patience = heldTime
 			}
-			continue
-		}
-		if ended {
-			return s.sendFrame(frameEnded, s.c.record())
-		}
-		if s.held != nil {
-			silence.Reset(heldTime)
-		} else {
-			silence.Reset(keepaliveTime)
-		}
-		select {
-		case <-s.c.wake:
-		case <-s.gone:
-			return nil
-		case <-silence.C:
-			if s.held == nil {
-				s.held = encodeFrame(frameKeepalive, 0, nil)
-			}
-			if err := s.send(); err != nil {
-				return err
+			select {
+			case <-s.c.wake:
+			case <-s.gone:
+				return
+			case <-time.After(patience):
+				if s.held == nil {
+					s.held = frameHeader(frameKeepalive, 0, 0)
+				}
+				s.put()
 			}
 		}
 	}
 }
 
-// send sends what was held back, and these parts behind it.
-func (s *session) send(parts ...[]byte) error {
+// put sends what was held back, and these parts behind it.
+func (s *session) put(parts ...[]byte) {
 	if s.held != nil {
 		parts = append([][]byte{s.held}, parts...)
 		s.held = nil
 	}
-	return s.r.send(parts...)
-}
-
-func (s *session) sendFrame(kind byte, body any) error {
-	payload, _ := json.Marshal(body)
-	return s.send(encodeFrame(kind, 0, payload))
+	s.send(parts...)
 }
 
 // next finds unsent output, of each stream in turn; ended is true when there is none and none will come.
 func (s *session) next(turn int) (out *stream, data []byte, offset uint64, ended bool) {
 	s.c.mu.Lock()
 	defer s.c.mu.Unlock()
-	streams := s.c.streams()
-	for i := range streams {
-		which := (turn + i) % len(streams)
-		out = streams[which]
+	for i := range s.c.out {
+		which := (turn + i) % len(s.c.out)
+		out = s.c.out[which]
 		if offset = s.sent[which]; offset < out.written {
 			data = out.unsent(offset)
 			s.sent[which] += uint64(len(data))
@@ -165,50 +134,44 @@ func (s *session) next(turn int) (out *stream, data []byte, offset uint64, ended
 // listen takes the host's frames until its side of the connection ends.
 func (s *session) listen() {
 	defer close(s.gone)
+	defer s.Close()
 	buffer := make([]byte, 4096)
-	for {
-		f, err := readFrame(s.r.in, buffer)
-		if err == nil {
-			err = s.take(f)
+	attempt(func() {
+		for {
+			s.take(got(readFrame(s.in, buffer)))
 		}
-		if err != nil {
-			s.r.tcp.Close()
-			return
-		}
-	}
+	})
 }
 
-func (s *session) take(f frame) error {
+func (s *session) take(f frame) {
 	var body struct {
 		Stdout, Stderr uint64
 		Cols, Rows     uint16
 		Signal         int
 		Reason         string
 	}
+	if f.kind != frameStdin && f.kind != frameStdinEnd {
+		check(json.Unmarshal(f.payload, &body))
+	}
 	switch f.kind {
 	case frameStdin:
-		return s.c.stdin.put(f.offset, f.payload)
+		s.c.stdin.put(f.offset, f.payload)
 	case frameStdinEnd:
 		s.c.stdin.finish()
-		return nil
-	}
-	if err := json.Unmarshal(f.payload, &body); err != nil {
-		return errFrame
-	}
-	switch f.kind {
 	case frameAck:
 		s.c.mu.Lock()
 		defer s.c.mu.Unlock()
-		for i, out := range s.c.streams() {
+		for i, out := range s.c.out {
 			out.acknowledge(min([...]uint64{body.Stdout, body.Stderr}[i], s.sent[i]))
 		}
 	case frameResize:
-		return s.c.resize(body.Cols, body.Rows)
+		if s.c.stdin.pty {
+			resizePty(s.c.stdin.file, windowSize{body.Cols, body.Rows})
+		}
 	case frameKill:
 		if body.Signal < 1 || body.Signal > 64 {
-			return errFrame
+			check(errFrame)
 		}
-		go s.c.kill(cause{syscall.Signal(body.Signal), "killed", body.Reason})
+		go func() { warn(s.c.kill(cause{syscall.Signal(body.Signal), "killed", body.Reason})) }()
 	}
-	return nil
 }

@@ -2,6 +2,8 @@ package main
 
 import (
 	"os"
+	"runtime"
+	"strconv"
 	"syscall"
 	"unsafe"
 )
@@ -20,13 +22,9 @@ const (
 
 // renameNew fails with EEXIST where something has the new name.
 func renameNew(from, to string) error {
-	p, e1 := syscall.BytePtrFromString(from)
-	q, e2 := syscall.BytePtrFromString(to)
-	if e1 != nil || e2 != nil {
-		return syscall.EINVAL
-	}
-	there := ^uintptr(-atFdcwd - 1)
-	_, _, e := syscall.Syscall6(sysRenameat2, there, uintptr(unsafe.Pointer(p)), there, uintptr(unsafe.Pointer(q)), renameNoreplace, 0)
+	p, q := got(syscall.BytePtrFromString(from)), got(syscall.BytePtrFromString(to))
+	there, number := ^uintptr(-atFdcwd-1), map[string]uintptr{"amd64": 316, "arm64": 276}[runtime.GOARCH]
+	_, _, e := syscall.Syscall6(number, there, uintptr(unsafe.Pointer(p)), there, uintptr(unsafe.Pointer(q)), renameNoreplace, 0)
 	return errnoOrNil(e)
 }
 
@@ -47,18 +45,52 @@ func errnoOrNil(e syscall.Errno) error {
 	return nil
 }
 
-// makePipe gives an ordinary end for the program and a polled, non-blocking one for the agent.
-func makePipe(agentReads bool) (agent *os.File, program int, err error) {
+// makePipe gives a polled, non-blocking end for the agent and an ordinary one for the program.
+func makePipe(agentReads bool) (agent *os.File, program int) {
 	var p [2]int
-	if err = syscall.Pipe2(p[:], syscall.O_CLOEXEC); err != nil {
-		return nil, 0, err
-	}
-	ours, theirs := p[0], p[1]
+	check(syscall.Pipe2(p[:], syscall.O_CLOEXEC))
 	if !agentReads {
-		ours, theirs = p[1], p[0]
+		p[0], p[1] = p[1], p[0]
 	}
 	// Only for speed: refused where the kernel's limit is lower.
-	syscall.Syscall(syscall.SYS_FCNTL, uintptr(ours), fSetpipeSize, pipeBytes)
-	syscall.SetNonblock(ours, true)
-	return os.NewFile(uintptr(ours), "pipe"), theirs, nil
+	syscall.Syscall(syscall.SYS_FCNTL, uintptr(p[0]), fSetpipeSize, pipeBytes)
+	syscall.SetNonblock(p[0], true)
+	return os.NewFile(uintptr(p[0]), "pipe"), p[1]
+}
+
+// openPty makes a terminal whose program side belongs to the user.
+func openPty(who *user, size windowSize) (master *os.File, slave int) {
+	fd := got(syscall.Open("/dev/ptmx", syscall.O_RDWR|syscall.O_NOCTTY|syscall.O_CLOEXEC|syscall.O_NONBLOCK, 0))
+	master = os.NewFile(uintptr(fd), "pty")
+	err := attempt(func() {
+		var unlock, number int32
+		check(ioctl(uintptr(fd), syscall.TIOCSPTLCK, unsafe.Pointer(&unlock)))
+		check(ioctl(uintptr(fd), syscall.TIOCGPTN, unsafe.Pointer(&number)))
+		resizePty(master, size)
+		slave = got(syscall.Open("/dev/pts/"+strconv.Itoa(int(number)), syscall.O_RDWR|syscall.O_NOCTTY|syscall.O_CLOEXEC, 0))
+	})
+	if err != nil {
+		master.Close()
+		check(err)
+	}
+	syscall.Fchown(slave, int(who.uid), int(who.gid))
+	syscall.Fchmod(slave, 0o620)
+	return master, slave
+}
+
+type windowSize struct{ Cols, Rows uint16 }
+
+func resizePty(master *os.File, size windowSize) {
+	if size.Cols < 1 || size.Rows < 1 || size.Cols > 1000 || size.Rows > 1000 {
+		check(invalid("a terminal has 1 to 1000 columns and rows"))
+	}
+	window := [4]uint16{size.Rows, size.Cols, 0, 0}
+	control(master, func(fd uintptr) { ioctl(fd, syscall.TIOCSWINSZ, unsafe.Pointer(&window)) })
+}
+
+// control works on a descriptor that stays open meanwhile; on a closed file it does nothing.
+func control(file syscall.Conn, work func(fd uintptr)) {
+	if raw, err := file.SyscallConn(); err == nil {
+		raw.Control(work)
+	}
 }

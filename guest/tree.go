@@ -20,8 +20,9 @@ type process struct {
 // signalTree signals the processes of a command: descendants of its program, all in its session, and all whose environment
 // names it. SIGKILL is repeated until none is left or the time is over; it returns how many are.
 func (a *agent) signalTree(c *command, number syscall.Signal) int {
+	known := map[int]bool{} // processes seen as members: their children are too, also those that lose a parent in between
 	if number != syscall.SIGKILL {
-		for _, p := range a.tree(c, map[int]bool{}) {
+		for _, p := range a.tree(c, known) {
 			syscall.Kill(p.pid, number)
 		}
 		return 0
@@ -31,7 +32,6 @@ func (a *agent) signalTree(c *command, number syscall.Signal) int {
 		syscall.Kill(-leader, syscall.SIGKILL)
 	}
 	end := now().Add(killTime)
-	known := map[int]bool{} // processes seen as members: their children are too, also those that lose a parent in between
 	for round := 0; ; round++ {
 		members := a.tree(c, known)
 		alive := signalAll(members, 0)
@@ -44,26 +44,21 @@ func (a *agent) signalTree(c *command, number syscall.Signal) int {
 			members = a.tree(c, known)
 		}
 		signalAll(members, syscall.SIGKILL)
-		if round > 0 {
-			time.Sleep(min(time.Duration(round)*500*time.Microsecond, 20*time.Millisecond))
-		}
+		time.Sleep(min(time.Duration(round)*500*time.Microsecond, 20*time.Millisecond))
 	}
 }
 
 // signalAll signals each process and its group, which holds processes of the same tree alone. It counts those that were
 // alive, for SIGSTOP those that still ran.
 func signalAll(members []process, number syscall.Signal) (alive int) {
-	groups := map[int]bool{1: true, 0: true}
 	for _, p := range members {
 		if p.state == 'Z' || (number == syscall.SIGSTOP && p.state == 'T') {
 			continue
 		}
-		alive++
-		if number != 0 && !groups[p.group] {
-			groups[p.group] = true
-			syscall.Kill(-p.group, number)
-		}
-		if number != 0 {
+		if alive++; number != 0 {
+			if p.group > 1 {
+				syscall.Kill(-p.group, number)
+			}
 			syscall.Kill(p.pid, number)
 		}
 	}
@@ -71,7 +66,7 @@ func signalAll(members []process, number syscall.Signal) (alive int) {
 }
 
 // tree lists the command's processes, and adds them to known.
-func (a *agent) tree(c *command, known map[int]bool) []process {
+func (a *agent) tree(c *command, known map[int]bool) (found []process) {
 	leader := c.leader()
 	if leader == 0 || a.ownerOf(leader) != c {
 		leader = -1 // the number now belongs to another command's program
@@ -80,19 +75,16 @@ func (a *agent) tree(c *command, known map[int]bool) []process {
 	member := map[int]bool{}
 	tag := []byte("CPUOS_COMMAND=" + c.id)
 	for _, p := range all {
-		if p.pid == leader || p.session == leader || (p.state != 'Z' && hasTag(p.pid, tag)) {
-			member[p.pid] = true
-		}
+		member[p.pid] = p.pid == leader || p.session == leader || (p.state != 'Z' && hasTag(p.pid, tag))
 	}
 	for grown := true; grown; {
 		grown = false
 		for _, p := range all {
-			if !member[p.pid] && p.pid != 1 && (member[p.parent] || (known[p.parent] && p.parent != 1)) {
+			if !member[p.pid] && p.pid != 1 && p.parent != 1 && (member[p.parent] || known[p.parent]) {
 				member[p.pid], grown = true, true
 			}
 		}
 	}
-	var found []process
 	for _, p := range all {
 		if member[p.pid] && p.pid != os.Getpid() {
 			known[p.pid] = true
@@ -104,9 +96,7 @@ func (a *agent) tree(c *command, known map[int]bool) []process {
 
 // ownerOf gives the newest command whose program has this number.
 func (a *agent) ownerOf(pid int) (owner *command) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for _, c := range a.commands {
+	for _, c := range a.allCommands() {
 		if c.leader() == pid && (owner == nil || c.started.After(owner.started)) {
 			owner = c
 		}
@@ -120,58 +110,50 @@ func (c *command) leader() int {
 	return c.pid
 }
 
-func listProcesses() []process {
-	folder, err := os.Open("/proc")
-	if err != nil {
-		return nil
-	}
-	defer folder.Close()
-	names, _ := folder.Readdirnames(-1)
-	all := make([]process, 0, len(names))
+func listProcesses() (all []process) {
+	entries, _ := os.ReadDir("/proc")
 	buffer := make([]byte, 1024)
-	for _, name := range names {
-		pid, err := strconv.Atoi(name)
+	for _, entry := range entries {
+		pid, err := strconv.Atoi(entry.Name())
 		if err != nil {
 			continue
 		}
-		data := readSmall("/proc/"+name+"/stat", buffer)
-		// The name of the program stands in brackets and may hold anything.
 		p := process{pid: pid}
-		if n, _ := fmt.Sscanf(string(data[bytes.LastIndexByte(data, ')')+1:]), " %c %d %d %d", &p.state, &p.parent, &p.group, &p.session); n == 4 {
-			all = append(all, p)
-		}
+		readProc(pid, "stat", buffer, func(data []byte) bool {
+			// The name of the program stands in brackets and may hold anything.
+			rest := string(data[bytes.LastIndexByte(data, ')')+1:])
+			if n, _ := fmt.Sscanf(rest, " %c %d %d %d", &p.state, &p.parent, &p.group, &p.session); n == 4 {
+				all = append(all, p)
+			}
+			return true
+		})
 	}
 	return all
 }
 
 // hasTag looks for the command's mark in the environment that a process was started with.
-func hasTag(pid int, tag []byte) bool {
-	fd, err := syscall.Open("/proc/"+strconv.Itoa(pid)+"/environ", syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
-	if err != nil {
-		return false
-	}
-	defer syscall.Close(fd)
-	buffer := make([]byte, 16<<10)
-	kept := 0
-	for {
-		n, err := syscall.Read(fd, buffer[kept:])
-		data := buffer[:kept+max(n, 0)]
-		if at := bytes.Index(data, tag); at >= 0 && (at == 0 || data[at-1] == 0) {
-			return true
-		}
-		if err != nil || n <= 0 {
-			return false
-		}
-		kept = copy(buffer, data[max(0, len(data)-len(tag)-1):])
-	}
+func hasTag(pid int, tag []byte) (found bool) {
+	readProc(pid, "environ", make([]byte, 16<<10), func(data []byte) bool {
+		at := bytes.Index(data, tag)
+		found = at == 0 || (at > 0 && data[at-1] == 0)
+		return found
+	})
+	return found
 }
 
-func readSmall(path string, buffer []byte) []byte {
-	fd, err := syscall.Open(path, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
+// readProc hands a file of a process over in pieces, each with the last bytes of the one before, until enough is true.
+func readProc(pid int, name string, buffer []byte, enough func(data []byte) bool) {
+	fd, err := syscall.Open("/proc/"+strconv.Itoa(pid)+"/"+name, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
 	if err != nil {
-		return nil
+		return
 	}
 	defer syscall.Close(fd)
-	n, _ := syscall.Read(fd, buffer)
-	return buffer[:max(n, 0)]
+	for kept := 0; ; {
+		n, _ := syscall.Read(fd, buffer[kept:])
+		data := buffer[:kept+max(n, 0)]
+		if n <= 0 || enough(data) {
+			return
+		}
+		kept = copy(buffer, data[max(0, len(data)-64):])
+	}
 }

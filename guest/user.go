@@ -1,15 +1,15 @@
 package main
 
 import (
-	"bytes"
+	"cmp"
 	"errors"
+	"iter"
 	"os"
 	"runtime"
 	"strconv"
 	"strings"
 	"sync"
 	"syscall"
-	"time"
 	"unsafe"
 )
 
@@ -22,154 +22,130 @@ type user struct {
 
 // userTable reads passwd and group of the image itself: the programs inside may change them at any time.
 type userTable struct {
-	folder string
-
-	mu      sync.Mutex // guards the rest
-	passwd  cachedFile
-	group   cachedFile
-	checked time.Time
-	users   map[string]*user
-	names   map[uint32]string
-	gnames  map[uint32]string
+	mu            sync.Mutex // guards the rest
+	passwd, group cachedFile
+	environment   cachedFile
+	users         map[string]*user
+	names, gnames map[uint32]string
 }
 
 func newUserTable(folder string) *userTable {
-	return &userTable{folder: folder, passwd: cachedFile{path: folder + "/passwd"}, group: cachedFile{path: folder + "/group"}}
+	file := func(name string) cachedFile { return cachedFile{path: folder + name} }
+	return &userTable{passwd: file("/passwd"), group: file("/group"), environment: file("/environment")}
 }
 
 func (t *userTable) load() {
-	t.checked = now()
 	passwd, changedUsers := t.passwd.read()
 	group, changedGroups := t.group.read()
-	if !changedUsers && !changedGroups && t.users != nil {
+	if !changedUsers && !changedGroups {
 		return
 	}
 	t.users, t.names, t.gnames = map[string]*user{}, map[uint32]string{}, map[uint32]string{}
-	for line := range bytes.Lines(passwd) {
-		f := strings.Split(strings.TrimRight(string(line), "\n"), ":")
-		if len(f) < 7 {
-			continue
-		}
-		uid, e1 := strconv.ParseUint(f[2], 10, 32)
-		gid, e2 := strconv.ParseUint(f[3], 10, 32)
-		if e1 != nil || e2 != nil || t.users[f[0]] != nil {
-			continue
-		}
-		u := &user{name: f[0], uid: uint32(uid), gid: uint32(gid), home: f[5], shell: f[6], groups: []uint32{uint32(gid)}}
-		t.users[u.name] = u
-		if _, taken := t.names[u.uid]; !taken {
-			t.names[u.uid] = u.name
+	for f, uid := range tableLines(passwd, 7) {
+		gid, err := strconv.ParseUint(f[3], 10, 32)
+		if err == nil && t.users[f[0]] == nil {
+			t.users[f[0]] = &user{f[0], f[5], f[6], uid, uint32(gid), []uint32{uint32(gid)}}
+			t.names[uid] = cmp.Or(t.names[uid], f[0])
 		}
 	}
-	for line := range bytes.Lines(group) {
-		f := strings.Split(strings.TrimRight(string(line), "\n"), ":")
-		if len(f) < 4 {
-			continue
-		}
-		gid, err := strconv.ParseUint(f[2], 10, 32)
-		if err != nil {
-			continue
-		}
-		if _, taken := t.gnames[uint32(gid)]; !taken {
-			t.gnames[uint32(gid)] = f[0]
-		}
+	for f, gid := range tableLines(group, 4) {
+		t.gnames[gid] = cmp.Or(t.gnames[gid], f[0])
 		for member := range strings.SplitSeq(f[3], ",") {
-			if u := t.users[member]; u != nil && uint32(gid) != u.gid {
-				u.groups = append(u.groups, uint32(gid))
+			if u := t.users[member]; u != nil && gid != u.gid {
+				u.groups = append(u.groups, gid)
 			}
 		}
 	}
 }
 
-func (t *userTable) find(name string) (*user, error) {
+// cachedFile is a small file of the image, read again only when its identity or time changed.
+type cachedFile struct {
+	path, text string
+	state      [4]int64
+	known      bool
+}
+
+func (c *cachedFile) read() (text string, changed bool) {
+	var st syscall.Stat_t
+	syscall.Stat(c.path, &st)
+	state := [4]int64{int64(st.Ino), st.Size, st.Mtim.Sec, int64(st.Mtim.Nsec)}
+	if changed = state != c.state || !c.known; changed {
+		c.state, c.text, c.known = state, "", true
+		if st.Mode&syscall.S_IFMT == syscall.S_IFREG && st.Size <= 1<<20 {
+			data, _ := os.ReadFile(c.path)
+			c.text = string(data)
+		}
+	}
+	return c.text, changed
+}
+
+// tableLines gives the fields of each whole line with its number, which is the third.
+func tableLines(text string, fields int) iter.Seq2[[]string, uint32] {
+	return func(yield func([]string, uint32) bool) {
+		for line := range strings.Lines(text) {
+			f := strings.Split(strings.TrimRight(line, "\n"), ":")
+			if len(f) < fields {
+				continue
+			}
+			if number, err := strconv.ParseUint(f[2], 10, 32); err == nil && !yield(f, uint32(number)) {
+				return
+			}
+		}
+	}
+}
+
+func (t *userTable) find(name string) *user {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.load()
-	if u := t.users[name]; u != nil {
-		return u, nil
+	if t.users[name] == nil {
+		check(fail(422, "user_not_found", "cannot find user %s in the image", name))
 	}
-	return nil, fail(422, "user_not_found", "cannot find user %s in the image", name)
+	return t.users[name]
 }
 
-// owner names the ids of a file, or gives them as digits.
-func (t *userTable) owner(uid, gid uint32) (string, string) {
+// owner names the ids of a file, or gives them as digits; what find read last is good enough for that.
+func (t *userTable) owner(uid, gid uint32) (name, group string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if now().Sub(t.checked) > 100*time.Millisecond { // a long listing looks once
-		t.load()
-	}
-	name, group := t.names[uid], t.gnames[gid]
-	if name == "" {
-		name = strconv.FormatUint(uint64(uid), 10)
-	}
-	if group == "" {
-		group = strconv.FormatUint(uint64(gid), 10)
-	}
-	return name, group
-}
-
-// cachedFile is a small file read again only when its identity or time changed.
-type cachedFile struct {
-	path  string
-	state [4]int64
-	data  []byte
-}
-
-func (c *cachedFile) read() (data []byte, changed bool) {
-	var st syscall.Stat_t
-	if syscall.Stat(c.path, &st) != nil {
-		st = syscall.Stat_t{}
-	}
-	state := [4]int64{int64(st.Ino), st.Size, st.Mtim.Sec, int64(st.Mtim.Nsec)}
-	if state == c.state && c.data != nil {
-		return c.data, false
-	}
-	c.state, c.data = state, []byte{}
-	if st.Mode&syscall.S_IFMT == syscall.S_IFREG && st.Size <= 1<<20 {
-		if data, err := os.ReadFile(c.path); err == nil {
-			c.data = data
-		}
-	}
-	return c.data, true
+	return cmp.Or(t.names[uid], strconv.Itoa(int(uid))), cmp.Or(t.gnames[gid], strconv.Itoa(int(gid)))
 }
 
 var errThreadLost = errors.New("cannot take back the agent's credentials")
 
 // run does work with the user's credentials on this thread alone: the kernel then decides what the user may do. Real and
-// saved ids stay root's, so that no program of the user can signal the thread. Work must not start goroutines that rely
-// on the credentials. After errThreadLost the goroutine must end: its thread, still locked, dies with it.
-func (u *user) run(work func() error) (err error) {
+// saved ids stay root's, so that no program of the user can signal the thread. After errThreadLost the goroutine must
+// end: its thread, still locked, dies with it.
+func (u *user) run(work func()) {
 	if int(u.uid) == os.Geteuid() {
-		return work()
+		work()
+		return
 	}
 	runtime.LockOSThread()
 	defer func() {
-		if setCredentials(0, 0, []uint32{0}) != nil {
-			err = errThreadLost
-			return
+		if setCredentials(0, 0, rootGroups) != nil {
+			panic(failure{errThreadLost})
 		}
 		runtime.UnlockOSThread()
 	}()
-	if err = setCredentials(u.uid, u.gid, u.groups); err != nil {
-		return err
-	}
-	return work()
+	check(setCredentials(u.uid, u.gid, u.groups))
+	work()
 }
 
+var rootGroups = []uint32{0} // not on a stack, which may move under the kernel's pointer; nor are those of a user
+
 func setCredentials(uid, gid uint32, groups []uint32) error {
+	const keep = ^uintptr(0)
+	calls := [][4]uintptr{
+		{syscall.SYS_SETGROUPS, uintptr(len(groups)), uintptr(unsafe.Pointer(&groups[0])), 0},
+		{syscall.SYS_SETRESGID, keep, uintptr(gid), keep},
+		{syscall.SYS_SETRESUID, keep, uintptr(uid), keep},
+	}
 	if uid == 0 { // first, for the right to do the rest
-		if _, _, e := syscall.RawSyscall(syscall.SYS_SETRESUID, noChange, 0, noChange); e != 0 {
-			return e
-		}
+		calls[0], calls[2] = calls[2], calls[0]
 	}
-	if _, _, e := syscall.RawSyscall(syscall.SYS_SETGROUPS, uintptr(len(groups)), uintptr(unsafe.Pointer(&groups[0])), 0); e != 0 {
-		return e
-	}
-	if _, _, e := syscall.RawSyscall(syscall.SYS_SETRESGID, noChange, uintptr(gid), noChange); e != 0 {
-		return e
-	}
-	if uid != 0 {
-		if _, _, e := syscall.RawSyscall(syscall.SYS_SETRESUID, noChange, uintptr(uid), noChange); e != 0 {
+	for _, call := range calls {
+		if _, _, e := syscall.RawSyscall(call[0], call[1], call[2], call[3]); e != 0 {
 			return e
 		}
 	}

@@ -1,13 +1,12 @@
 package main
 
 import (
-	"encoding/json"
+	"errors"
 	"io/fs"
 	"os"
 	"path"
 	"strings"
 	"syscall"
-	"time"
 	"unsafe"
 )
 
@@ -26,179 +25,144 @@ type fileEvent struct {
 
 // watcher turns the kernel's events of a tree into the contract's.
 type watcher struct {
-	r         *request
+	link
 	who       *user
 	file      *os.File
 	root      string
 	recursive bool
 	paths     map[int32]string // by watch descriptor
-	last      fileEvent        // a program that writes much makes the same event again and again
+	from      string           // of a move whose other half has not come
+	cookie    uint32
+	last      fileEvent // a program that writes much makes the same event again and again
 	gone      bool
 }
 
-func (a *agent) watchFiles(r *request, _ string) error {
+func (a *agent) watchFiles(r *request) any {
 	p, who := a.target(r, "path")
-	w := watcher{r: r, who: who, root: p, recursive: r.flag("recursive", false), paths: map[int32]string{}}
-	if r.upgrade != framesProtocol {
-		return invalid("watch needs Upgrade: %s", framesProtocol)
-	}
-	if r.problem != nil {
-		return r.problem
-	}
-	fd, err := syscall.InotifyInit1(syscall.IN_CLOEXEC | syscall.IN_NONBLOCK)
-	if err != nil {
-		return err
-	}
-	w.file = os.NewFile(uintptr(fd), "inotify")
+	w := watcher{who: who, root: p, recursive: r.flag("recursive", false), paths: map[int32]string{}}
+	r.demandUpgrade()
+	defer doing("watch", p)
+	w.file = os.NewFile(uintptr(got(syscall.InotifyInit1(syscall.IN_CLOEXEC|syscall.IN_NONBLOCK))), "inotify")
 	defer w.file.Close()
-	if err := who.run(func() error { return w.add(p, nil) }); err != nil {
-		return fileError("watch", p, err)
-	}
-	if err := r.upgradeToFrames(); err != nil {
-		return err
-	}
+	who.run(func() { w.add(p, false) })
+	w.link = r.link
+	w.send(r.framesHead())
 	go func() { // the host says nothing; its end ends the watch
-		r.in.Peek(1)
-		w.file.SetReadDeadline(time.Unix(1, 0))
-		r.tcp.Close()
+		w.in.Read(make([]byte, 1))
+		w.file.Close()
 	}()
-	return w.run()
+	w.run()
+	return nil
 }
 
-// add watches a folder and, if asked, those below it; found is called for what was in them already.
-func (w *watcher) add(p string, found func(full string)) error {
-	fd, err := syscall.InotifyAddWatch(int(w.file.Fd()), p, watched)
-	if err != nil {
-		return err
-	}
-	w.paths[int32(fd)] = p
-	if len(w.paths) > maxWatches {
-		return fail(429, "limit_reached", "a watch covers %d folders at most", maxWatches)
+// add watches a folder and, if asked, those below it; tell says of what is in them already.
+func (w *watcher) add(p string, tell bool) {
+	fd := got(syscall.InotifyAddWatch(int(w.file.Fd()), p, watched))
+	if w.paths[int32(fd)] = p; len(w.paths) > maxWatches {
+		check(fail(429, "limit_reached", "a watch covers %d folders at most", maxWatches))
 	}
 	if file, err := os.Stat(p); !w.recursive || err != nil || !file.IsDir() {
-		return nil
+		return
 	}
-	return walk(p, "", 1, func(full, _ string, file fs.FileInfo) error {
-		if found != nil {
-			found(full)
+	walk(p, "", 1, func(full, _ string, file fs.FileInfo) {
+		if tell {
+			w.tell("created", full, "")
 		}
-		if !file.IsDir() {
-			return nil
+		if file.IsDir() {
+			err := attempt(func() { w.add(full, tell) })
+			if !errors.Is(err, syscall.EACCES) && !errors.Is(err, syscall.ENOENT) {
+				check(err)
+			}
 		}
-		if err := w.add(full, found); err != syscall.EACCES && err != syscall.ENOENT {
-			return err
-		}
-		return nil
 	})
 }
 
-func (w *watcher) run() error {
+func (w *watcher) run() {
 	buffer := make([]byte, 32<<10)
 	for !w.gone {
 		w.file.SetReadDeadline(now().Add(keepaliveTime))
 		n, err := w.file.Read(buffer)
 		if os.IsTimeout(err) {
-			if err := w.r.sendFrame(frameKeepalive, 0, nil); err != nil {
-				return err
-			}
+			w.send(encodeFrame(frameKeepalive, 0, nil))
 			continue
 		}
-		if err != nil {
-			return err
+		check(err)
+		for data := buffer[:n]; len(data) >= syscall.SizeofInotifyEvent; {
+			event := *(*syscall.InotifyEvent)(unsafe.Pointer(&data[0]))
+			size := syscall.SizeofInotifyEvent + event.Len
+			w.take(event, strings.TrimRight(string(data[syscall.SizeofInotifyEvent:size]), "\x00"))
+			data = data[size:]
 		}
-		if err := w.batch(buffer[:n]); err != nil {
-			return err
-		}
+		w.leftBehind()
 		w.last = fileEvent{}
 	}
-	problem := fail(404, "file_not_found", "%s is no longer there", strings.ToValidUTF8(w.root, "\uFFFD"))
-	return w.r.sendFrame(frameError, 0, problem)
+	w.sendJSON(frameError, fail(404, "file_not_found", "%s is no longer there", strings.ToValidUTF8(w.root, "\uFFFD")))
 }
 
-// batch sends the events of one read. Both halves of a move come in a row.
-func (w *watcher) batch(data []byte) (err error) {
-	var from string // of a move whose other half has not come
-	var cookie uint32
-	for len(data) >= syscall.SizeofInotifyEvent && err == nil {
-		event := *(*syscall.InotifyEvent)(unsafe.Pointer(&data[0]))
-		name := strings.TrimRight(string(data[syscall.SizeofInotifyEvent:syscall.SizeofInotifyEvent+event.Len]), "\x00")
-		data = data[syscall.SizeofInotifyEvent+event.Len:]
-		p := w.paths[event.Wd]
-		if name != "" {
-			p = path.Join(p, name)
+// take tells of one event. Both halves of a move come in a row.
+func (w *watcher) take(event syscall.InotifyEvent, name string) {
+	p := path.Join(w.paths[event.Wd], name)
+	has := func(bits uint32) bool { return event.Mask&bits != 0 }
+	if !has(syscall.IN_MOVED_TO) || event.Cookie != w.cookie {
+		w.leftBehind()
+	}
+	temporary := path.Base(w.from)
+	switch {
+	case has(syscall.IN_Q_OVERFLOW):
+		w.tell("overflow", w.root, "")
+	case has(syscall.IN_DELETE_SELF | syscall.IN_MOVE_SELF):
+		if w.gone = w.gone || p == w.root; w.gone {
+			w.tell("removed", p, "")
 		}
-		if from != "" && (event.Mask&syscall.IN_MOVED_TO == 0 || event.Cookie != cookie) {
-			err = w.tell("removed", from, "")
-			from = ""
-		}
-		switch {
-		case event.Mask&syscall.IN_Q_OVERFLOW != 0:
-			err = w.tell("overflow", w.root, "")
-		case event.Mask&(syscall.IN_DELETE_SELF|syscall.IN_MOVE_SELF) != 0:
-			if p == w.root {
-				w.gone, err = true, w.tell("removed", p, "")
+	case has(syscall.IN_IGNORED):
+		delete(w.paths, event.Wd)
+	case has(syscall.IN_MOVED_FROM):
+		w.from, w.cookie = p, event.Cookie
+	case has(syscall.IN_MOVED_TO) && strings.HasPrefix(temporary, temporaryNew):
+		w.tell("created", p, "") // a file was written as a whole
+	case has(syscall.IN_MOVED_TO) && strings.HasPrefix(temporary, temporaryPrefix):
+		w.tell("modified", p, "")
+	case has(syscall.IN_MOVED_TO) && w.from != "":
+		w.tell("moved", w.from, p)
+		for fd, known := range w.paths {
+			if known == w.from || strings.HasPrefix(known, w.from+"/") {
+				w.paths[fd] = p + known[len(w.from):]
 			}
-		case event.Mask&syscall.IN_IGNORED != 0:
-			delete(w.paths, event.Wd)
-		case event.Mask&syscall.IN_MOVED_FROM != 0:
-			from, cookie = p, event.Cookie
-		case event.Mask&syscall.IN_MOVED_TO != 0 && strings.HasPrefix(path.Base(from), temporaryNew):
-			from, err = "", w.tell("created", p, "") // a file was written as a whole
-		case event.Mask&syscall.IN_MOVED_TO != 0 && strings.HasPrefix(path.Base(from), temporaryPrefix):
-			from, err = "", w.tell("modified", p, "")
-		case event.Mask&syscall.IN_MOVED_TO != 0 && from != "":
-			err = w.tell("moved", from, p)
-			w.renamed(from, p)
-			from = ""
-		case event.Mask&(syscall.IN_CREATE|syscall.IN_MOVED_TO) != 0:
-			err = w.appeared(p, event.Mask&syscall.IN_ISDIR != 0)
-		case event.Mask&syscall.IN_DELETE != 0:
-			err = w.tell("removed", p, "")
-		case event.Mask&(syscall.IN_MODIFY|syscall.IN_ATTRIB) != 0:
-			err = w.tell("modified", p, "")
 		}
-	}
-	if from != "" && err == nil {
-		err = w.tell("removed", from, "")
-	}
-	return err
-}
-
-// appeared tells of a new entry; a new folder is watched too, and what came into it before that is told.
-func (w *watcher) appeared(p string, folder bool) error {
-	if err := w.tell("created", p, ""); err != nil || !folder || !w.recursive {
-		return err
-	}
-	err := w.who.run(func() error { return w.add(p, func(full string) { w.tell("created", full, "") }) })
-	if err != nil {
-		return w.tell("overflow", p, "") // it cannot be watched: its events are lost
-	}
-	return nil
-}
-
-// renamed keeps the paths of watched folders true.
-func (w *watcher) renamed(from, to string) {
-	for fd, p := range w.paths {
-		if p == from || strings.HasPrefix(p, from+"/") {
-			w.paths[fd] = to + p[len(from):]
+	case has(syscall.IN_CREATE | syscall.IN_MOVED_TO):
+		w.tell("created", p, "")
+		if has(syscall.IN_ISDIR) && w.recursive { // what came into it before it is watched is told too
+			if attempt(func() { w.who.run(func() { w.add(p, true) }) }) != nil {
+				w.tell("overflow", p, "") // it cannot be watched: its events are lost
+			}
 		}
+	case has(syscall.IN_DELETE):
+		w.tell("removed", p, "")
+	case has(syscall.IN_MODIFY | syscall.IN_ATTRIB):
+		w.tell("modified", p, "")
+	}
+	if has(syscall.IN_MOVED_TO) {
+		w.from = ""
 	}
 }
 
-func (w *watcher) tell(kind, p, to string) error {
+// leftBehind tells of a move to a place that is not watched.
+func (w *watcher) leftBehind() {
+	if w.from != "" {
+		w.tell("removed", w.from, "")
+		w.from = ""
+	}
+}
+
+func (w *watcher) tell(kind, p, to string) {
 	event := fileEvent{Kind: kind}
-	event.Path, event.Raw = rawPath(p)
-	if to != "" {
-		to = strings.ToValidUTF8(to, "\uFFFD")
+	if event.Path, event.Raw = rawPath(p); to != "" {
+		to, _ = rawPath(to)
 		event.MovedTo = &to
 	}
-	if strings.HasPrefix(path.Base(p), temporaryPrefix) || (kind == "modified" && event.Kind == w.last.Kind && event.Path == w.last.Path) {
-		return nil
+	again := kind == "modified" && w.last.Kind == kind && w.last.Path == event.Path
+	if !again && !strings.HasPrefix(path.Base(p), temporaryPrefix) {
+		w.last = event
+		w.sendJSON(frameEvent, event)
 	}
-	w.last = event
-	payload, err := json.Marshal(event)
-	if err != nil {
-		return err
-	}
-	return w.r.send(encodeFrame(frameEvent, 0, payload))
 }

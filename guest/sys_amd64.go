@@ -1,3 +1,0 @@
-package main
-
-const sysRenameat2 = 316
