@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 FRAMES = [(b"content-type", b"application/vnd.cpuos.frames"), (b"cache-control", b"no-store")]
-FIRST_ANSWER_S = 0.01
-"""A command that ends within it is answered in one piece: fewer wake-ups on both sides."""
+FIRST_ANSWER_S = 0.02
+"""A command that ends within it is answered in one piece: fewer wake-ups on both sides. Not where stdin is to come."""
 KEEPALIVE_S = 5.0
 MAX_WAIT_S = 300.0
 MAX_LISTED = 500
@@ -78,7 +78,7 @@ async def stream_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, ga
 async def _send_stream(call: Call, recorded: RecordedCommand, follower: Follower) -> None:
     loop = asyncio.get_running_loop()
     gone = call.gone()
-    first_until = loop.time() + FIRST_ANSWER_S
+    first_until = loop.time() + (0.0 if recorded.record.stdin_open else FIRST_ANSWER_S)
     sent_at = loop.time()
     try:
         while not gone.done():
