@@ -20,14 +20,22 @@ _TEXT = "/workspace/text"
 
 
 def upload(stage: Stage) -> Measured:
-    """A file of the host into the sandbox's disk, by a stream; the bare bytes are thrown away there."""
+    """A file of the host into the sandbox's disk, by a stream, under a new name each time; the bare bytes are thrown away
+    there. (A write over an existing name waits for the new blocks: ext4 keeps the old or the new file over a power cut.)
+    """
     source = _host_file(stage)
 
     def product() -> None:
         with source.open("rb") as file:
             stage.sandbox.files.write(_REMOTE, file)
 
-    return _in_turns(stage, product, lambda: stage.raw.send(source, SIZE_BYTES), size_bytes=SIZE_BYTES)
+    def remove() -> None:
+        stage.sandbox.files.remove(_REMOTE)
+
+    def bare() -> None:
+        stage.raw.send(source, SIZE_BYTES)
+
+    return _in_turns(stage, product, bare, size_bytes=SIZE_BYTES, after=remove)
 
 
 def download(stage: Stage) -> Measured:
@@ -68,9 +76,18 @@ def growth(stage: Stage) -> Measured:
     return Measured(value=max(grown.values()), spread=(min(grown.values()), max(grown.values())), detail=grown)
 
 
-def _in_turns(stage: Stage, product: Callable[[], None], bare: Callable[[], None], *, size_bytes: int) -> Measured:
+def _in_turns(
+    stage: Stage,
+    product: Callable[[], None],
+    bare: Callable[[], None],
+    *,
+    size_bytes: int,
+    after: Callable[[], None] = lambda: None,
+) -> Measured:
+    """Both in turns; `after` follows each turn of the product and is not timed."""
     assert stage.raw
     product()  # what is made once is made before
+    after()
     bare()
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(stage.rounds):
@@ -78,6 +95,7 @@ def _in_turns(stage: Stage, product: Callable[[], None], bare: Callable[[], None
         with stage.watched():
             product()
         times[0].append(time.perf_counter() - since)
+        after()
         since = time.perf_counter()
         bare()
         times[1].append(time.perf_counter() - since)

@@ -31,8 +31,6 @@ __all__ = ["DiskStore"]
 
 _FORMAT = 1
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOSYMFOLLOW | syscalls.MS_NOATIME
-# No disk outlives a crash of its host, so a rename over a file need not wait for the new one's blocks.
-_MOUNT_DATA = "errors=remount-ro,noauto_da_alloc"
 # fs/ext4/ext4.h: _IOR('X', 125, __u32) and EXT4_GOING_FLAGS_NOLOGFLUSH.
 _EXT4_IOC_SHUTDOWN, _SHUTDOWN_WITHOUT_LOG = 0x8004587D, 2
 _MKFS = "/usr/sbin/mkfs.ext4"
@@ -218,7 +216,7 @@ def _mount_image(image: Path, target: Path) -> None:
     try:
         device, loop = attach_loop(fd)
         try:
-            syscalls.mount(device, str(target), kind="ext4", flags=_MOUNT_FLAGS, data=_MOUNT_DATA)
+            syscalls.mount(device, str(target), kind="ext4", flags=_MOUNT_FLAGS, data="errors=remount-ro")
         finally:
             os.close(loop)
     finally:
