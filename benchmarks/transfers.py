@@ -20,8 +20,9 @@ _TEXT = "/workspace/text"
 
 
 def upload(stage: Stage) -> Measured:
-    """A file of the host into the sandbox's disk, by a stream, under a new name each time; the bare bytes are thrown away
-    there. (A write over an existing name waits for the new blocks: ext4 keeps the old or the new file over a power cut.)
+    """A file of the host into the sandbox's disk, by a stream; the bare bytes are thrown away there.
+
+    Under a new name each time: a write over an old one waits for its blocks, so that a power cut leaves either.
     """
     source = _host_file(stage)
 
