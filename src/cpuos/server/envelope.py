@@ -11,11 +11,12 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cpuos.errors import ERRORS, CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
+from cpuos.errors import ERRORS, CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError, Unavailable
 
 __all__ = ["MAX_BODY_BYTES", "Envelope", "body_of_error", "install_error_handlers"]
 
@@ -92,6 +93,8 @@ def _as_ours(error: BaseException, *, request_id: str) -> CpuosError:
         )
     if isinstance(error, HTTPException) and 400 <= error.status_code < 500:
         return InvalidRequest("cannot read the request", str(error.detail))
+    if isinstance(error, OperationalError):  # it is locked or read-only, or its disk is full: no fault of the program
+        return Unavailable("cannot use the server's database", str(error.orig), hint="cpuos doctor")
     return PlatformError(
         "cannot answer: a fault of cpuOS",
         f"the server's log has the details under {request_id}",

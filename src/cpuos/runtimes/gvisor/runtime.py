@@ -31,7 +31,8 @@ __all__ = ["GvisorRuntime"]
 _START_S = 30.0
 _DELETE_S = 15.0
 _KEPT_KILLS = 256
-_PANIC_HEAD = 2000
+_PANIC_HEAD = 64 << 10
+_PANIC = re.compile(r"^(panic:|fatal error:|SIG[A-Z]+:)", re.MULTILINE)
 # runsc's state files: ID_sandbox:ID.state and .lock.
 _STATE_FILE = re.compile(r"([a-z0-9]{20})_sandbox:\1\.(state|lock)")
 
@@ -202,7 +203,7 @@ class GvisorRuntime:
             return "it was out of memory and no longer answered, so it was killed"
         if self._groups.was_oom_killed(sandbox_id):
             return "it reached its memory limit and the host's kernel killed it"
-        panic = _head(running.workdir / "panic.log")
+        panic = _panic(running.workdir / "panic.log")
         if panic:
             log.error("gVisor's kernel stopped with an error", sandbox=sandbox_id, panic=panic)
             return "gVisor's kernel stopped with an error; the node's log has its first lines"
@@ -254,13 +255,15 @@ def _open_process(process: Process) -> int | None:
     return None
 
 
-def _head(path: Path) -> str:
-    """The first lines of a file that may be big or not there."""
+def _panic(path: Path) -> str:
+    """The first lines of the kernel's panic, if there was one: a guest can bring it to log other things there."""
     try:
         with path.open("rb") as file:
-            return file.read(_PANIC_HEAD).decode(errors="replace").strip()
+            text = file.read(_PANIC_HEAD).decode(errors="replace")
     except OSError:
         return ""
+    found = _PANIC.search(text)
+    return text[found.start() :][:2000].strip() if found else ""
 
 
 def _last_error(logs: Path) -> str:
