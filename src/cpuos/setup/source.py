@@ -59,12 +59,14 @@ def install_environment(host: Host) -> None:
     settings, tree, target = host.settings, source_tree(), host.environment
     if tree is None:
         return
-    if not (target / "complete").is_file():
+    if (target / "complete").is_file():
+        os.utime(target)  # an earlier version, taken up again: the newest from now on
+    else:
         _install_package(host, tree)
     _link(settings.venv_dir / "current", target)
     if settings.run_dir == DEFAULT_RUN_DIR:
         _link(LINK, settings.venv_dir / "current" / "bin" / "cpuos")
-    _remove_old_environments(settings)
+    _remove_old_environments(settings, current=target)
 
 
 def _install_package(host: Host, tree: Path) -> None:
@@ -145,14 +147,14 @@ def _link(link: Path, target: Path) -> None:
     partial.replace(link)
 
 
-def _remove_old_environments(settings: Settings) -> None:
-    """Keep the newest few, those that a running daemon uses, and the dependencies of both."""
+def _remove_old_environments(settings: Settings, *, current: Path) -> None:
+    """Keep the current one, the newest few, those that a running daemon uses, and the dependencies of all these."""
     found = [path for path in settings.venv_dir.iterdir() if path.is_dir() and not path.is_symlink()]
     versions = sorted(
         (path for path in found if not path.name.startswith("dependencies-")), key=lambda path: path.stat().st_mtime
     )
     in_use = [line for _, line in command_lines()]
-    kept = versions[-_KEPT_ENVIRONMENTS:]
+    kept = [current, *versions[-_KEPT_ENVIRONMENTS:]]
     kept += [path for path in versions if any(line.startswith(f"{path}/") for line in in_use)]
     needed = {(path / "complete").read_text() for path in kept if (path / "complete").is_file()}
     for path in found:
