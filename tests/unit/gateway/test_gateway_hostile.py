@@ -68,6 +68,15 @@ async def test_attach(tmp_path: Path, misdeed: Misdeed) -> None:
             assert (await rig.attach()).status_code == 200
 
 
+async def test_a_slow_call_is_not_sent_twice(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (agent, _, client):
+        await client.call("GET", "/files/stat?path=/x")  # leaves a connection to be used again
+        agent.misbehave(Misdeed.NEVER_ANSWER, at="/v1/files")
+        answer = await client.call("POST", "/files/move?path=/x&to=/y")
+        assert error_code(answer) == "agent_unresponsive"
+        assert len([line for line in agent.requests if line.startswith("POST /v1/files/move")]) == 1
+
+
 # A redirect's status and a foreign identity mean nothing at a file call: it is a refusal outside the contract.
 @pytest.mark.parametrize("misdeed", [m for m in CALLS if "identity" not in m and not m.startswith("wrong_s")])
 async def test_calls_of_files(tmp_path: Path, misdeed: Misdeed) -> None:

@@ -132,7 +132,7 @@ class AgentClient:
             try:
                 head = await connection.read_head(limit_s=limit_s)
             except AgentFailure:
-                if fresh or connection.answered:
+                if fresh or connection.answered or connection.usable:  # usable: it is slow, and may be at work
                     raise
                 # A kept connection that the agent had closed meanwhile: the request was not read.
                 connection.close()
