@@ -61,9 +61,11 @@ def down(
     with output.working("stopping"):
         stopped = services.down(keep_sandboxes=keep_sandboxes)
     if output.json:
-        output.data({"stopped": stopped})
-    else:
-        output.progress("cpuOS is stopped" if stopped else "cpuOS was not running")
+        output.data({"stopped": stopped.was_running, "sandboxes": stopped.sandboxes})
+        return
+    state = "cpuOS is stopped" if stopped.was_running else "cpuOS was not running"
+    ended = f"{stopped.sandboxes} sandbox{'' if stopped.sandboxes == 1 else 'es'} ended"
+    output.progress(f"{state}; {ended}" if stopped.sandboxes else state)
 
 
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:

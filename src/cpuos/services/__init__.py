@@ -1,7 +1,7 @@
 """cpuOS on this machine: start, stop, look, remove. `up` starts a supervisor, which keeps node, server and gateway."""
 
-from cpuos.services.control import Instance, down, up
+from cpuos.services.control import Instance, Stopped, down, up
 from cpuos.services.removal import uninstall
 from cpuos.services.report import InstanceStatus, PartStatus, status
 
-__all__ = ["Instance", "InstanceStatus", "PartStatus", "down", "status", "uninstall", "up"]
+__all__ = ["Instance", "InstanceStatus", "PartStatus", "Stopped", "down", "status", "uninstall", "up"]

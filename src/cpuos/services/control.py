@@ -15,7 +15,7 @@ from pathlib import Path
 from cpuos.errors import SetupRequired, Unavailable
 from cpuos.services.credentials import calling_user, credentials_path, hand_over_key, read_credentials
 from cpuos.services.directories import make_directories
-from cpuos.services.groups import kill_sandbox_processes
+from cpuos.services.groups import kill_sandbox_processes, running_sandboxes
 from cpuos.services.health import ask, part_answers
 from cpuos.services.parts import PARTS
 from cpuos.services.processes import find_process, kill_process
@@ -27,7 +27,7 @@ from cpuos.setup.progress import Progress, QuietProgress
 from cpuos.setup.source import environment_path
 from cpuos.setup.steps import all_steps
 
-__all__ = ["Instance", "down", "up"]
+__all__ = ["Instance", "Stopped", "down", "up"]
 
 READY_S = 60.0
 SUPERVISOR_S = 20.0
@@ -44,6 +44,18 @@ class Instance:
     """File with the URL and the API key of the user who asked."""
     started: bool
     """False when it was running already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """What `down` found; true when there was anything to end."""
+
+    was_running: bool
+    sandboxes: int = 0
+    """How many were ended; of an instance that was stopped, those that it had left running."""
+
+    def __bool__(self) -> bool:
+        return self.was_running or self.sandboxes > 0
 
 
 def up(
@@ -91,14 +103,15 @@ def up(
     return Instance(api_url=api_url, gateway_url=gateway_url, credentials=path, started=started)
 
 
-def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid: int | None = None) -> bool:
-    """Stop the instance, its sandboxes first unless they are to be kept; False when it was not running."""
+def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid: int | None = None) -> Stopped:
+    """Stop the instance, its sandboxes first unless they are to be kept."""
     settings = settings or load_settings()
     _require_root("stop cpuOS", "sudo cpuos down")
     if not settings.run_dir.is_dir():
-        return False
+        return Stopped(was_running=False)
     with _one_at_a_time(settings):
         record = read_record(settings)
+        running = set() if keep_sandboxes else running_sandboxes(settings)
         if not keep_sandboxes:
             _end_sandboxes(settings, uid=calling_user() if uid is None else uid)
         if record is not None:
@@ -109,7 +122,7 @@ def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid:
             path.unlink(missing_ok=True)
         for path in (settings.node_socket, settings.dial_socket, settings.gateway_socket):
             path.unlink(missing_ok=True)
-    return record is not None
+    return Stopped(was_running=record is not None, sandboxes=len(running))
 
 
 def _end_sandboxes(settings: Settings, *, uid: int) -> None:

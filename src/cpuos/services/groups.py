@@ -9,9 +9,15 @@ from pathlib import Path
 from cpuos.services.processes import find_process, kill_process
 from cpuos.settings import Settings
 
-__all__ = ["kill_sandbox_processes", "remove_groups"]
+__all__ = ["kill_sandbox_processes", "remove_groups", "running_sandboxes"]
 
 ROOT = Path("/sys/fs/cgroup")
+
+
+def running_sandboxes(settings: Settings, *, root: Path = ROOT) -> set[str]:
+    """Ids of this instance's sandboxes in whose groups a process runs."""
+    tops = _groups(f"cpuos-{settings.instance_id}", root)
+    return {group.name for top in tops for group in top.iterdir() if group.is_dir() and _pids(group)}
 
 
 def kill_sandbox_processes(settings: Settings, *, root: Path = ROOT) -> int:
