@@ -75,6 +75,10 @@ class Settings(BaseSettings):
     """Recorded bytes kept from the end of each output stream."""
     output_sandbox_bytes: int = Field(1 << 30, ge=1 << 20)
     """Recorded output kept per sandbox; the oldest ended commands' output goes first."""
+    output_ended_bytes: int = Field(8 << 30, ge=0)
+    """Recorded output kept of all ended sandboxes together; that of the sandbox that ended first goes first."""
+    record_retention_s: float = Field(86400, ge=0, le=365 * 86400)
+    """How long an ended sandbox's commands and output stay readable."""
 
     database_url: str = ""
     """SQLAlchemy URL of the server's database; SQLite in the state directory unless set."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import jwt
 import pytest
 
 from control_plane import Installation, Server, error_of, until
@@ -169,14 +170,21 @@ async def test_a_gateway_that_was_away_is_told_later(server: Server) -> None:
     assert server.installation.gateway.ended == {sandbox: "stopped"}
 
 
-async def test_recorded_output_is_forgotten_after_an_hour(server: Server) -> None:
+async def test_the_record_is_readable_until_it_is_forgotten_after_a_day(server: Server) -> None:
     sandbox = (await server.created())["id"]
     await server.kill(sandbox)
     await server.settle()
     assert server.installation.gateway.forgotten == set()
-    server.installation.clock.advance(3601)
+    access = await server.http.post(f"/v1/sandboxes/{sandbox}/access")
+    assert access.status_code == 200, access.text
+    claims = jwt.decode(access.json()["ticket"], options={"verify_signature": False})
+    assert (claims["scope"], claims["sbx"]) == (["records"], sandbox)
+    assert (await server.http.post(f"/v1/sandboxes/{sandbox}/links", json={"path": "/x"})).status_code == 410
+    server.installation.clock.advance(86401)
     await server.settle()
     assert server.installation.gateway.forgotten == {sandbox}
+    error = error_of(await server.http.post(f"/v1/sandboxes/{sandbox}/access"))
+    assert (error["code"], "record_retention_s" in error["why"]) == ("output_lost", True)
 
 
 async def test_list_filters(server: Server) -> None:

@@ -39,6 +39,7 @@ async def _serve(settings: Settings) -> None:
         head_bytes=settings.output_head_bytes,
         tail_bytes=settings.output_tail_bytes,
         sandbox_bytes=settings.output_sandbox_bytes,
+        ended_bytes=settings.output_ended_bytes,
     )
     dialler = DialClient(settings.dial_socket)
     peers = frozenset({0, os.geteuid(), settings.server_uid})

@@ -30,11 +30,11 @@ def _row(method: str, path: str, scope: str | None, action: str | None, handler:
 # Method, path, what the ticket must grant, the journal's name for it, handler.
 ROUTES = (
     _row("POST", f"{SANDBOX}/commands", "exec", "command.start", commands.start_command),
-    _row("GET", f"{SANDBOX}/commands", "exec", None, commands.list_commands),
-    _row("GET", COMMAND, "exec", None, commands.get_command),
-    _row("GET", f"{COMMAND}/stream", "exec", None, commands.stream_command),
-    _row("GET", f"{COMMAND}/output", "exec", None, commands.get_output),
-    _row("GET", f"{COMMAND}/wait", "exec", None, commands.wait_command),
+    _row("GET", f"{SANDBOX}/commands", "records", None, commands.list_commands),
+    _row("GET", COMMAND, "records", None, commands.get_command),
+    _row("GET", f"{COMMAND}/stream", "records", None, commands.stream_command),
+    _row("GET", f"{COMMAND}/output", "records", None, commands.get_output),
+    _row("GET", f"{COMMAND}/wait", "records", None, commands.wait_command),
     _row("POST", f"{COMMAND}/stdin", "exec", None, commands.write_stdin),
     _row("POST", f"{COMMAND}/kill", "exec", "command.kill", commands.kill_command),
     _row("POST", f"{COMMAND}/resize", "exec", None, commands.resize_command),

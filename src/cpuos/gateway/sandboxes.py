@@ -128,6 +128,20 @@ class Sandboxes:
             await asyncio.sleep(LOOK_EVERY_S)
             for sandbox in list(self._sandboxes.values()):
                 sandbox.look()
+            self.bound_ended()
+
+    def bound_ended(self) -> None:
+        """Keep the output of ended sandboxes within its limit: that of the one that ended first goes first."""
+        ended = [sandbox for sandbox in self._sandboxes.values() if sandbox.ended is not None and sandbox.store.stored]
+        over = sum(sandbox.store.stored for sandbox in ended) - self._spool_limits.ended_bytes
+        if over <= 0:
+            return
+        for sandbox in sorted(ended, key=lambda one: one.store.facts_written_at()):
+            over -= sandbox.store.stored
+            sandbox.store.drop_outputs()
+            log.info("sandbox.outputs_dropped", sandbox=sandbox.id)
+            if over <= 0:
+                return
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

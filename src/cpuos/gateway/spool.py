@@ -29,6 +29,8 @@ class SpoolLimits:
     head_bytes: int = 128 << 20
     tail_bytes: int = 128 << 20
     sandbox_bytes: int = 1 << 30
+    ended_bytes: int = 8 << 30
+    """Of all ended sandboxes together."""
     records: int = 1000
     """Ended commands that a sandbox's list goes back."""
 

@@ -70,6 +70,13 @@ class CommandStore:
     def save_facts(self, facts: dict[str, Any]) -> None:
         write_whole(self.folder / "sandbox.json", json.dumps(facts).encode())
 
+    def facts_written_at(self) -> float:
+        """Of an ended sandbox: when it ended."""
+        try:
+            return (self.folder / "sandbox.json").stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
     # commands
 
     def add(self, record: CommandRecord) -> RecordedCommand:
@@ -141,6 +148,12 @@ class CommandStore:
             if self.stored <= self._limits.sandbox_bytes:
                 return True
         return False
+
+    def drop_outputs(self) -> None:
+        """Drop all ended output; the records stay and say so."""
+        for command_id in [command_id for command_id, size in self._ended.items() if size]:
+            self.get(command_id).remove_outputs()
+            self._count(command_id, 0)
 
     def _count(self, command_id: str, size: int) -> None:
         self._ended_bytes += size - self._ended.get(command_id, 0)

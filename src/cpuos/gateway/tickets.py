@@ -25,7 +25,7 @@ from cpuos.errors import AuthenticationError, InvalidRequest, Unavailable
 
 __all__ = ["Revocations", "Ticket", "TicketVerifier"]
 
-SCOPES = frozenset({"exec", "files", "link"})
+SCOPES = frozenset({"exec", "files", "link", "records"})
 MAX_TICKET_BYTES = 8 << 10
 CACHED_TICKETS = 4096
 KEY_LOOK_EVERY_S = 1.0

@@ -117,6 +117,7 @@ def _options(settings: Settings) -> ServerOptions:
             memory_reserve_mib=settings.memory_reserve_mib,
             disk_reserve_mib=settings.disk_reserve_mib,
         ),
+        record_retention_s=settings.record_retention_s,
     )
 
 

@@ -37,7 +37,7 @@ from cpuos.server.settlement import Settlement
 from cpuos.server.tasks import Tasks
 from cpuos.server.tickets import TicketSigner, load_ticket_key
 from cpuos.types.installation import Health, PartHealth
-from cpuos.types.sandbox import Access, Sandbox
+from cpuos.types.sandbox import LIVE_STATES, Access, Sandbox, SandboxState
 
 __all__ = ["ControlPlane", "ServerOptions", "open_control_plane"]
 
@@ -62,6 +62,8 @@ class ServerOptions:
     outcome_deadline_s: float = 600.0
     """An audit intent without outcome is `unknown` after this."""
     idempotency_wait_s: float = 90.0
+    record_retention_s: float = 86400.0
+    """What the commands of an ended sandbox left stays readable this long."""
     stop_grace_s: float = 2.0
     """How long a stopping server waits for work whose callers it has let go."""
 
@@ -92,7 +94,8 @@ class ControlPlane:
         return url
 
     def access(self, sandbox: Row[Any] | Sandbox, *, actor: str) -> Access:
-        """A fresh ticket for a sandbox."""
+        """A fresh ticket for a sandbox; for one that has ended it grants no more than to read its record."""
+        ended = SandboxState(sandbox.state) not in LIVE_STATES
         return self.tickets.access(
             data_url=self.data_url(),
             workspace=sandbox.workspace,
@@ -100,6 +103,7 @@ class ControlPlane:
             generation=sandbox.generation,
             actor=actor,
             task=sandbox.task,
+            scope=("records",) if ended else ("exec", "files"),
         )
 
     async def refresh_nodes(self) -> bool:
@@ -195,6 +199,7 @@ async def _wire(
         settlement=Settlement(database=database, audit=audit, idempotency=idempotency),
         tasks=tasks,
         clock=clock,
+        record_retention_s=options.record_retention_s,
     )
     guard = Guard(
         database=database,

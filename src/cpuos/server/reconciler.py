@@ -43,8 +43,6 @@ SWEEP_S = 10.0
 CHANGES_WAIT_S = 20.0
 RETRY_S = 0.5
 UNOWNED_GRACE = timedelta(seconds=30)
-# Recorded output of an ended sandbox stays this long on the gateway's disk.
-OUTPUT_KEPT = timedelta(hours=1)
 
 
 class Reconciler:
@@ -60,6 +58,7 @@ class Reconciler:
         settlement: Settlement,
         tasks: Tasks,
         clock: Clock,
+        record_retention_s: float,
         node: str = "",
     ) -> None:
         self._database = database
@@ -69,6 +68,7 @@ class Reconciler:
         self._settlement = settlement
         self._tasks = tasks
         self._clock = clock
+        self._record_kept = timedelta(seconds=record_retention_s)
         self._node = node
         self._unowned_since: dict[str, datetime] = {}
         self._loops: list[asyncio.Task[None]] = []
@@ -212,7 +212,7 @@ class Reconciler:
         """Ends that the gateway has not heard of, and output that is kept no longer."""
         ended = SandboxRow.state.not_in([state.value for state in LIVE_STATES])
         untold = SandboxRow.gateway_stage == "attached"
-        old = (SandboxRow.gateway_stage == "detached") & (SandboxRow.ended_at < self._clock() - OUTPUT_KEPT)
+        old = (SandboxRow.gateway_stage == "detached") & (SandboxRow.ended_at < self._clock() - self._record_kept)
         statement = select(*SandboxRow.__table__.c).where(ended, untold | old).limit(100)
         async with self._database.read() as connection:
             rows = (await connection.execute(statement)).all()

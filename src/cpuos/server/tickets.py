@@ -30,13 +30,21 @@ class TicketSigner:
         self._clock = clock
 
     def access(
-        self, *, data_url: str, workspace: str, sandbox: str, generation: int, actor: str, task: str | None
+        self,
+        *,
+        data_url: str,
+        workspace: str,
+        sandbox: str,
+        generation: int,
+        actor: str,
+        task: str | None,
+        scope: Sequence[str] = ("exec", "files"),
     ) -> Access:
-        """The way to one sandbox's commands and files."""
+        """The way to one sandbox's commands and files; with scope `records` only to what its commands left."""
         expires_at = self._clock() + timedelta(seconds=TICKET_LIFE_S)
         ticket = self._sign(
             expires_at,
-            scope=("exec", "files"),
+            scope=scope,
             ws=workspace,
             sbx=sandbox,
             gen=generation,

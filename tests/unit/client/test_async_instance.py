@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from cpuos import AsyncClient, AsyncSandbox
-from cpuos.errors import CpuosError
+from cpuos.errors import CpuosError, SandboxGone
 from cpuos.testing.instance import Instance
 
 
@@ -46,4 +46,21 @@ async def test_a_kept_shell(instance: Instance) -> None:
         assert (result.status, result.shell_restarted, lines) == ("timed_out", True, ["begun"])
         assert (await shell.run("echo $X")).stdout == "a b\n"
         assert (await shell.run("wc -c", stdin="x" * 5)).stdout.strip() == "5"
+    await client.close()
+
+
+async def test_the_record_of_an_ended_sandbox_is_readable(instance: Instance) -> None:
+    client = AsyncClient(instance.api_url, instance.api_key)
+    made = await AsyncSandbox.create(client=client)
+    result = await made.exec("echo kept")
+    await made.kill()
+    ended = await AsyncSandbox.connect(made.id, client=client)
+    assert [command.id for command in await ended.commands.list()] == [result.command_id]
+    job = await ended.commands.get(result.command_id)
+    assert (await job.wait()).stdout == "kept\n"
+    with pytest.raises(SandboxGone, match="killed by") as caught:
+        await ended.exec("true")
+    assert caught.value.code == "sandbox_stopped"
+    with pytest.raises(SandboxGone, match="killed by"):
+        await ended.files.read("/etc/hostname")
     await client.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cpuos import Client, Sandbox
-from cpuos.errors import CpuosError
+from cpuos.errors import CpuosError, SandboxGone
 from cpuos.testing.instance import Instance
 
 
@@ -47,4 +47,21 @@ def test_a_kept_shell(instance: Instance) -> None:
         assert (result.status, result.shell_restarted, lines) == ("timed_out", True, ["begun"])
         assert (shell.run("echo $X")).stdout == "a b\n"
         assert (shell.run("wc -c", stdin="x" * 5)).stdout.strip() == "5"
+    client.close()
+
+
+def test_the_record_of_an_ended_sandbox_is_readable(instance: Instance) -> None:
+    client = Client(instance.api_url, instance.api_key)
+    made = Sandbox.create(client=client)
+    result = made.exec("echo kept")
+    made.kill()
+    ended = Sandbox.connect(made.id, client=client)
+    assert [command.id for command in ended.commands.list()] == [result.command_id]
+    job = ended.commands.get(result.command_id)
+    assert (job.wait()).stdout == "kept\n"
+    with pytest.raises(SandboxGone, match="killed by") as caught:
+        ended.exec("true")
+    assert caught.value.code == "sandbox_stopped"
+    with pytest.raises(SandboxGone, match="killed by"):
+        ended.files.read("/etc/hostname")
     client.close()

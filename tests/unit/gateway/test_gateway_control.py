@@ -40,6 +40,38 @@ async def test_attach_where_nobody_answers(tmp_path: Path) -> None:
             assert error_code(await client.call("GET", "/commands")) == "sandbox_not_found"
 
 
+async def assert_readable(rig: Rig, command: str, code: str) -> None:
+    """A ticket for the records of an ended sandbox opens these and nothing else."""
+    async with rig.client(scope=["records"]) as reader:
+        assert (await reader.call("GET", f"/commands/{command}/output")).content == b"up\n"
+        assert (await reader.frames("GET", f"/commands/{command}/stream")).stdout == b"up\n"
+        for path in ("", f"/{command}", f"/{command}/wait"):
+            assert (await reader.call("GET", f"/commands{path}")).status_code == 200
+        for method, path in [("POST", "/commands"), ("POST", f"/commands/{command}/kill"), ("GET", "/files?path=/x")]:
+            refused = await reader.call(method, path, json={"command": "true"} if method == "POST" else None)
+            assert (refused.status_code, error_code(refused)) == (410, code)
+            assert refused.json()["error"]["why"] == "because"
+
+
+async def test_a_ticket_for_records_starts_nothing_in_a_living_sandbox(rig: Rig) -> None:
+    async with rig.client(scope=["records"]) as reader:
+        assert (await reader.call("GET", "/commands")).status_code == 200
+        assert error_code(await reader.call("POST", "/commands", json={"command": "true"})) == "forbidden"
+
+
+async def test_output_of_ended_sandboxes_is_bounded_together(rig: Rig) -> None:
+    sandboxes = rig.gateway.sandboxes
+    async with rig.client() as client:
+        ended = (await client.exec("echo up")).end["id"]
+        sandboxes._spool_limits = SpoolLimits(ended_bytes=2)
+        sandboxes.bound_ended()
+        assert (await client.call("GET", f"/commands/{ended}/output")).content == b"up\n"  # it lives
+        await detach(rig, "stopped", "because")
+        sandboxes.bound_ended()
+        assert error_code(await client.call("GET", f"/commands/{ended}/output")) == "output_lost"
+        assert (await client.call("GET", f"/commands/{ended}")).json()["exit_code"] == 0
+
+
 @pytest.mark.parametrize(
     ("reason", "status", "code"),
     [("stopped", "killed", "sandbox_stopped"), ("lost", "sandbox_lost", "sandbox_lost")],
@@ -56,6 +88,7 @@ async def test_the_end_of_a_sandbox_ends_its_commands(rig: Rig, reason: str, sta
         assert error_code(await client.call("GET", "/files/stat?path=/")) == code
         output = await client.call("GET", f"/commands/{stream.end['id']}/output")
         assert output.content == b"up\n"
+        await assert_readable(rig, stream.end["id"], code)
         assert error_code(await rig.attach()) == code
         assert (await rig.control.delete(f"/v1/sandboxes/{SANDBOX}")).status_code == 204
         assert (await rig.control.delete(f"/v1/sandboxes/{SANDBOX}")).status_code == 204

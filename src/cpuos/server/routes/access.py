@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cpuos.errors import OutputLost
 from cpuos.server.routes.called import Called, Plane, Ref, find
 from cpuos.server.states import unusable
 from cpuos.types.link import Link, LinkCreate
@@ -9,11 +10,20 @@ from cpuos.types.sandbox import Access, SandboxState
 
 __all__ = ["create_access", "create_link"]
 
+WITH_RECORD = (SandboxState.STOPPED, SandboxState.LOST)
+
 
 async def create_access(ref: Ref, plane: Plane, call: Called) -> Access:
-    """A fresh ticket for commands and files of a running sandbox."""
+    """A fresh ticket: for commands and files of a running sandbox, or to read what an ended one's commands left."""
     row = await find(plane, call, ref)
-    _demand_running(row.id, SandboxState(row.state), reason=row.reason, action="reach sandbox")
+    if SandboxState(row.state) not in WITH_RECORD:
+        _demand_running(row.id, SandboxState(row.state), reason=row.reason, action="reach sandbox")
+    elif row.gateway_stage == "forgotten":
+        raise OutputLost(
+            f"cannot read the record of sandbox {row.id}: it ended too long ago",
+            "the record of an ended sandbox is kept for the time of the setting record_retention_s",
+            hint=f"cpuos audit --sandbox {row.id}",
+        )
     return plane.access(row, actor=call.actor.id)
 
 
