@@ -107,9 +107,8 @@ def test_c19_over_four_gib(client: Client, tmp_path: Path) -> None:
         inside = sandbox.exec("stat -c %s big; sha256sum < big", timeout="10m", check=True).stdout.split()
         assert inside[:2] == [str(size), digest.hexdigest()]
         back = hashlib.sha256()
-        with sandbox.files.open_read("big") as chunks:
-            for chunk in chunks:
-                back.update(chunk)
+        for chunk in sandbox.files.open_read("big"):
+            back.update(chunk)
         assert back.hexdigest() == digest.hexdigest()
 
 

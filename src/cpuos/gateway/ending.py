@@ -18,7 +18,7 @@ from cpuos.types.command import CommandStatus
 
 __all__ = ["SIGKILL", "CommandEnding"]
 
-OOM_WAIT_S = 0.1
+OOM_WAIT_S = 0.5
 """An unexplained SIGKILL is told only after this: the word from outside that memory ran out comes beside it."""
 OOM_NEAR_S = 5.0
 SAVE_SOON_S = 0.001
@@ -56,6 +56,7 @@ class CommandEnding:
         self._clock = clock
         self._word: Ended | None = None
         self._oom_at: float | None = None
+        self._lost_a_process = False
         self._saved = False
         self.decided = False
         """The end stands, though it may not be told yet."""
@@ -78,9 +79,10 @@ class CommandEnding:
         else:
             self.settle()
 
-    def memory_ran_out(self) -> None:
-        """Told from outside: a process of this command was chosen to end."""
+    def memory_ran_out(self, *, own: bool) -> None:
+        """Told from outside: memory ran out, and a process was killed; `own`: surely one of this command."""
         self._oom_at = self._clock()
+        self._lost_a_process |= own
 
     def settle(self) -> None:
         """Decide by the agent's word, where there is one."""
@@ -95,7 +97,10 @@ class CommandEnding:
         if near and SIGKILL_WORDS & {word.signal, word.exit_code}:
             self.decide(CommandStatus.OOM_KILLED, signal=SIGKILL, reason="the sandbox ran out of memory", **fields)
         else:
-            fields |= {"exit_code": word.exit_code, "signal": word.signal, "limit": word.limit, "reason": word.reason}
+            reason = word.reason
+            if self._lost_a_process and not reason:
+                reason = "the sandbox ran out of memory, and a process of the command was killed"
+            fields |= {"exit_code": word.exit_code, "signal": word.signal, "limit": word.limit, "reason": reason}
             self.decide(CommandStatus(word.status), **fields)
 
     def decide(self, status: CommandStatus, **fields: Any) -> None:

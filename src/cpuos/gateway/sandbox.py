@@ -337,9 +337,10 @@ class GatewaySandbox:
         Where none is a command's first process it was a child of one: all are marked. A mark counts only for a command
         that ends by SIGKILL, or with a shell's word for it, in the next seconds.
         """
-        marked = [run for run in self.runs.values() if run.recorded.record.pid in pids] or list(self.runs.values())
+        own = [run for run in self.runs.values() if run.recorded.record.pid in pids]
+        marked = own or list(self.runs.values())
         for run in marked:
-            run.ending.memory_ran_out()
+            run.ending.memory_ran_out(own=bool(own))
         return [run.id for run in marked]
 
     def look(self) -> None:
