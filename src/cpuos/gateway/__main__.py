@@ -13,6 +13,7 @@ import uvloop
 
 from cpuos.gateway.service import open_gateway, serve_gateway
 from cpuos.gateway.spool import SpoolLimits
+from cpuos.logstream import LogStream
 from cpuos.node.client import DialClient
 from cpuos.settings import Settings, load_settings, publish_endpoint
 
@@ -74,7 +75,7 @@ def _configure_logs() -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        logger_factory=structlog.WriteLoggerFactory(file=os.fdopen(os.dup(2), "w", buffering=1)),
+        logger_factory=structlog.WriteLoggerFactory(LogStream()),
         cache_logger_on_first_use=True,
     )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 import structlog
+
+from cpuos.logstream import LogStream
 
 __all__ = ["configure_logs"]
 
@@ -14,6 +15,7 @@ def configure_logs(level: str) -> None:
     """For the whole process; libraries' own log records take the same way."""
     number = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
     shared = [structlog.stdlib.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True)]
+    stream = LogStream()
     structlog.configure(
         processors=[
             *shared,
@@ -21,10 +23,10 @@ def configure_logs(level: str) -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,

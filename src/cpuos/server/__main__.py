@@ -21,6 +21,7 @@ import uvloop
 
 from cpuos.bounded import BoundedProtocol
 from cpuos.errors import CpuosError, SetupRequired
+from cpuos.logstream import LogStream
 from cpuos.node.client import LocalNodeClient
 from cpuos.scheduler.base import CapacityRules
 from cpuos.server.app import create_app
@@ -168,7 +169,7 @@ def _log_to_stderr(level: str) -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(LogStream()),
     )
 
 
