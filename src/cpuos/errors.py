@@ -61,23 +61,18 @@ class CpuosError(Exception):
         return ERRORS[self.code][1]
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.why:
-            lines.append(self.why)
-        if self.hint:
-            lines.append(f"try: {self.hint}")
-        return "\n".join(lines)
+        what, why, hint = self.lines()
+        return f"{what}\n{why}\ntry: {hint}"
+
+    def lines(self) -> tuple[str, str, str]:
+        """What, why and try; never an empty one: the code has words for what was not said."""
+        why, hint = _WORDS.get(self.code, _WORDS["internal"])
+        return self.what, self.why or why, self.hint or hint
 
     def body(self) -> dict[str, Any]:
         """The error as it crosses the wire."""
-        error = {
-            "code": self.code,
-            "what": self.what,
-            "why": self.why,
-            "try": self.hint,
-            "details": self.details,
-        }
-        return {"error": error}
+        what, why, hint = self.lines()
+        return {"error": {"code": self.code, "what": what, "why": why, "try": hint, "details": self.details}}
 
 
 class InvalidRequest(CpuosError):
@@ -265,6 +260,94 @@ ERRORS: dict[str, tuple[type[CpuosError], int, str]] = {
         409,
         "A command ended otherwise than with exit code 0 and check was asked.",
     ),
+}
+
+
+# Code: the why and the step to try of an error that was raised without its own.
+_WORDS: dict[str, tuple[str, str]] = {
+    "internal": ("a part of cpuOS did what it must not", "cpuos status; cpuos doctor"),
+    "invalid_request": (
+        "a value in it is not one that is taken",
+        "GET /v1/openapi.json lists every field; cpuos COMMAND --help",
+    ),
+    "key_missing": ("the call carries no key or ticket", "export CPUOS_API_KEY=…, or cpuos up"),
+    "key_invalid": (
+        "the installation has no such key",
+        "check CPUOS_API_KEY and ~/.config/cpuos/credentials.json; cpuos up writes a key",
+    ),
+    "ticket_invalid": (
+        "the gateway takes only tickets that this installation's server made for this sandbox",
+        "POST /v1/sandboxes/SANDBOX/access of the server gives a ticket",
+    ),
+    "ticket_expired": (
+        "a ticket lives a few minutes",
+        "POST /v1/sandboxes/SANDBOX/access of the server gives a ticket",
+    ),
+    "link_expired": ("its time is over", "sbx.files.url(PATH) makes a new link"),
+    "forbidden": ("the key or ticket does not grant it", "use a key that has the permission"),
+    "not_found": ("nothing here has that name", "GET /v1/openapi.json lists the routes"),
+    "sandbox_not_found": ("no sandbox of this workspace has that id, name or prefix", "cpuos ls --all"),
+    "template_not_found": ("no node has it", "cpuos template ls"),
+    "command_not_found": ("the sandbox has no command with that id", "cpuos ps --all SANDBOX"),
+    "name_ambiguous": ("more than one sandbox matches", "use more letters of the id; cpuos ls --all"),
+    "name_taken": ("another live sandbox has that name", "use another name, or cpuos kill SANDBOX"),
+    "wrong_state": ("the sandbox's state does not allow it", "cpuos ls --all shows the state"),
+    "stale_generation": ("the sandbox was made anew since", "cpuos ls, then connect to the sandbox anew"),
+    "idempotency_mismatch": ("a key stands for one body", "send a new Idempotency-Key for a new request"),
+    "idempotency_in_progress": ("the first call has not ended", "repeat the call later with the same key"),
+    "body_too_large": ("a body of this call has a limit", "pass large data by sbx.files.write or sbx.files.upload"),
+    "limit_reached": (
+        "the sandbox has as many as it may",
+        "wait for one to end, or end one: cpuos ps SANDBOX, then cpuos kill SANDBOX COMMAND",
+    ),
+    "capacity_exceeded": ("no node has room", "GET /v1/capacity; cpuos ls, then cpuos kill SANDBOX"),
+    "user_not_found": ("the sandbox has no such user", "cpuos exec SANDBOX cut -d: -f1 /etc/passwd"),
+    "file_not_found": (
+        "the sandbox has no such file or folder",
+        'cpuos exec SANDBOX ls -la /workspace, or sbx.files.list("/workspace")',
+    ),
+    "file_exists": ("something has that name", "write to another path, or remove it: sbx.files.remove(PATH)"),
+    "is_a_directory": ("a file is needed here", "sbx.files.list(PATH) shows what it holds"),
+    "not_a_directory": ("a folder is needed here", "sbx.files.stat(PATH) tells what it is"),
+    "directory_not_empty": ("it has entries", "sbx.files.remove(PATH, recursive=True)"),
+    "file_permission_denied": (
+        "the sandbox's user may not do it there",
+        'the same call with user="root", or a path below /workspace',
+    ),
+    "file_name_invalid": ("the file system does not take the name", "a shorter name, without a zero byte"),
+    "file_kind_unsupported": ("only files, folders and links are served", "copy its content to a file with sbx.exec"),
+    "disk_full": (
+        "the sandbox's disk has no room",
+        "cpuos exec SANDBOX df -h /workspace; remove files, or create one with more disk",
+    ),
+    "upload_incomplete": ("less came than was announced", "repeat the call"),
+    "unsafe_path": (
+        "an entry would leave the folder or collide",
+        "use an empty folder, and names that differ in more than their case",
+    ),
+    "sandbox_lost": ("it died", "cpuos audit --sandbox SANDBOX tells when; cpuos create"),
+    "sandbox_stopped": ("it was killed or its time ended", "cpuos create; cpuos ps --all SANDBOX shows what ran in it"),
+    "agent_unresponsive": (
+        "the agent in the sandbox gave no answer in time",
+        "repeat the call; where it stays so: cpuos kill SANDBOX, then cpuos create",
+    ),
+    "agent_invalid": (
+        "the agent in the sandbox answered outside its contract",
+        "cpuos kill SANDBOX, then cpuos create",
+    ),
+    "output_lost": (
+        "its record is no longer held",
+        "cpuos ps --all SANDBOX shows what is; write large output to a file",
+    ),
+    "stream_cut": ("it could not be resumed", "job.wait(), or cpuos logs SANDBOX COMMAND"),
+    "server_unavailable": ("it does not answer", "cpuos status; cpuos up"),
+    "gateway_unavailable": ("it does not answer", "cpuos status; cpuos up"),
+    "node_unavailable": ("it does not answer", "cpuos status; cpuos up"),
+    "runtime_unavailable": ("no node has a runtime for it", "cpuos doctor"),
+    "runtime_version": ("the runtime is not of the pinned version", "cpuos up"),
+    "setup_required": ("something that cpuOS needs is not installed", "cpuos doctor"),
+    "needs_root": ("only root may do it", "sudo cpuos up"),
+    "command_failed": ("it did not end with exit code 0", "without check=True the result is returned, with its output"),
 }
 
 

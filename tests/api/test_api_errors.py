@@ -56,6 +56,50 @@ async def test_a_body_over_the_limit(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"name": "Not A Name"}, "a name has lower-case letters, digits and inner hyphens, up to 63"),
+        ({"memory_mib": 1}, "memory is 128 MiB to 1 TiB, as a whole number of MiB"),
+        ({"timeout_s": "15m"}, "a timeout is over 0 s and up to 30 days, as a number of seconds"),
+        ({"tiemout_s": 5}, "there is no such field; timeout_s is near"),
+    ],
+)
+async def test_a_wrong_value_is_explained_in_a_sentence(server: Server, body: dict[str, Any], why: str) -> None:
+    error = error_of(await server.create(**body))
+    assert error["why"] == why
+    assert error["try"].startswith("for example ")
+
+
+async def test_provoked_errors_have_three_lines(server: Server) -> None:
+    http = server.http
+    answers = [
+        await http.post("/v1/sandboxes", content=b'{"cpu": 2', headers={"content-type": "application/json"}),
+        await http.post("/v1/sandboxes", content=b"{}"),
+        await http.post("/v1/sandboxes", json=[]),
+        await http.get("/v1/sandboxes?state=flying"),
+        await http.get("/v1/sandboxes?label=x"),
+        await http.get("/v1/sandboxes/none"),
+        await http.get("/v1/nothing"),
+        await http.get("/v1/capacity", headers={"authorization": "Bearer x"}),
+        await http.get("/v1/audit?action=nope"),
+        await http.get("/v1/audit?limit=0"),
+        await server.create(template="ruby"),
+        await server.create(runtime="none"),
+        await server.create(memory_mib=1 << 20),
+        await server.create(min_isolation="microvm"),
+    ]
+    for answer in answers:
+        assert answer.status_code >= 400
+        error = error_of(answer)
+        assert all(error[line].strip() for line in ("what", "why", "try")), error
+        assert error["why"] not in error["what"], error
+    position, media = error_of(answers[0]), error_of(answers[1])
+    assert "position 9" in position["why"]
+    assert media["try"] == "send Content-Type: application/json"
+    assert error_of(answers[12])["try"].startswith("ask for at most 65536 MiB memory")
+
+
+@pytest.mark.parametrize(
     ("method", "path"), [("GET", "/"), ("GET", "/v1/nothing"), ("PUT", "/v1/sandboxes"), ("GET", "/v1/sandboxes/")]
 )
 async def test_an_unknown_route(server: Server, method: str, path: str) -> None:
@@ -189,9 +233,8 @@ async def test_no_way_into_an_ended_sandbox(server: Server, end: str, code: str,
     else:
         await server.installation.node.die(sandbox)
         await server.settle()
-    for path, body in (("access", None), ("links", {"path": "a"})):
-        answer = await server.http.post(f"/v1/sandboxes/{sandbox}/{path}", json=body)
-        assert (answer.status_code, error_of(answer)["code"]) == (status, code)
+    answer = await server.http.post(f"/v1/sandboxes/{sandbox}/links", json={"path": "a"})
+    assert (answer.status_code, error_of(answer)["code"]) == (status, code)
     answer = await server.http.patch(f"/v1/sandboxes/{sandbox}", json={"timeout_s": 60})
     assert (answer.status_code, error_of(answer)["code"]) == (status, code)
 

@@ -24,7 +24,7 @@ async def test_create_get_list_kill(server: Server) -> None:
     killed = await server.kill("one")
     assert killed.status_code == 200, killed.text
     assert killed.json()["state"] == "stopped"
-    assert killed.json()["reason"].startswith("killed by key:")
+    assert killed.json()["reason"] == "killed by the key 'first'"
     assert server.installation.node.sandboxes == {}
     assert (await server.kill(sandbox["id"])).json() == killed.json()
 

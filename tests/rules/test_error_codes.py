@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cpuos.errors import ERRORS, CpuosError
+from cpuos.errors import _WORDS, ERRORS, CpuosError
 
 ROOT = Path(__file__).parents[2]
 _CODE = re.compile(r"""code\s*=\s*["']([a-z_]+)["']""")
@@ -41,3 +41,11 @@ def test_rows_agree_with_their_classes() -> None:
 def test_each_class_has_a_default_row() -> None:
     for cls, _, _ in ERRORS.values():
         assert cls.code in ERRORS
+
+
+def test_every_row_has_three_lines() -> None:
+    for code, (cls, _, _) in ERRORS.items():
+        error = cls("cannot do it", code=code).body()["error"]
+        assert all(error[line].strip() for line in ("what", "why", "try")), code
+        assert error["why"] != error["try"]
+    assert set(_WORDS) == set(ERRORS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -9,7 +10,7 @@ from pydantic_core import PydanticSerializationError
 
 from cpuos.errors import InvalidRequest, PlatformError
 
-__all__ = ["make_request", "parse_answer"]
+__all__ = ["make_labels", "make_request", "parse_answer"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -27,14 +28,25 @@ def make_request(model: type[Model], values: dict[str, Any], *, doing: str) -> b
     try:
         return model(**values).model_dump_json(exclude_unset=True).encode()
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in problem["loc"])
-        shown = f": {field}={problem.get('input')!r:.200}" if field else ""
-        raise InvalidRequest(f"cannot {doing}{shown}", problem["msg"], details={"field": field}) from error
+        from cpuos.types.problems import invalid_request  # only for the error: imports stay light
+
+        raise invalid_request(error.errors(include_url=False), what=f"cannot {doing}", python=True) from error
     except PydanticSerializationError as error:
         raise InvalidRequest(
             f"cannot {doing}: a text in it is not valid Unicode", "bytes that are no text go by stdin or a file"
         ) from error
+
+
+def make_labels(labels: Any) -> dict[str, str]:
+    """A copy of labels as a caller gave them."""
+    if not isinstance(labels, Mapping):
+        raise InvalidRequest(
+            f"cannot read labels: {labels!r:.200}",
+            "labels are a mapping of names to texts",
+            hint='labels={"team": "data"}',
+            details={"field": "labels"},
+        )
+    return dict(labels)
 
 
 def _first_problem(error: ValidationError) -> str:

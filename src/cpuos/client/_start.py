@@ -29,6 +29,10 @@ def encode_start(
     values: dict[str, Any] = {"command": command} if isinstance(command, str) else {"argv": _arguments(command)}
     if cwd is not None:
         values["cwd"] = os.fspath(cwd)
+    if env is not None and not isinstance(env, Mapping):
+        raise InvalidRequest(
+            f"cannot run command: env {env!r:.200}", "env is a mapping of names to texts", hint='env={"A": "b"}'
+        )
     if env:
         values["env"] = {name: str(value) for name, value in env.items()}
     if user is not None:

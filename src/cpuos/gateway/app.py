@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -55,6 +57,22 @@ ROUTES = (
 )
 
 
+def _say_what_to_try(call: Call, error: Exception) -> None:
+    """A pasteable step for what the agent refused: it knows neither the sandbox's id nor our commands."""
+    sandbox = call.values.get("sandbox")
+    if not isinstance(error, CpuosError) or error.hint or sandbox is None:
+        return
+    if error.code == "user_not_found":
+        error.hint = f"cpuos exec {sandbox} cut -d: -f1 /etc/passwd"
+    elif error.details.get("agent_code") == "cwd_not_found":
+        error.hint = f"cpuos exec --cwd / {sandbox} ls -la /workspace, or another cwd"
+    elif error.code == "file_not_found" and (path := files.shown_path(call)):
+        folder = shlex.quote(os.path.dirname(path) or "/workspace")
+        error.hint = (
+            f"cpuos exec {sandbox} ls -la {folder}, or sbx.files.list({os.path.dirname(path) or '/workspace'!r})"
+        )
+
+
 def create_app(gateway: Gateway) -> Callable[[Message, Receive, Send], Awaitable[None]]:
     """The ASGI application."""
     routes = Routes(ROUTES)
@@ -77,6 +95,7 @@ def create_app(gateway: Gateway) -> Callable[[Message, Receive, Send], Awaitable
                 with gateway.streams.open(ticket):
                     await row.handler(call, sandbox, ticket, gateway)
         except Exception as error:
+            _say_what_to_try(call, error)
             await answer_error(call, error)
         finally:
             call.finish()

@@ -15,6 +15,7 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from cpuos.errors import CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
+from cpuos.types.problems import invalid_request
 
 __all__ = ["Call", "ClientGone", "Message", "Receive", "Route", "Routes", "Send", "answer_error", "read_model"]
 
@@ -198,11 +199,7 @@ def read_model(cls: type[Any], body: bytes) -> Any:
     try:
         return cls.model_validate_json(body or b"{}")
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "body"
-        raise InvalidRequest(
-            f"cannot read {field}", first["msg"].removeprefix("Value error, "), details={"field": field}
-        ) from None
+        raise invalid_request(error.errors(include_url=False)) from None
 
 
 async def answer_error(call: Call, error: BaseException) -> None:

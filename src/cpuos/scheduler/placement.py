@@ -109,12 +109,12 @@ def _no_runtime(what: str, why: str) -> SetupRequired:
 
 def _no_room(node: str, short: dict[str, dict[str, float]]) -> CapacityExceeded:
     parts = [f"{_amount(name, row['asked'])} asked, {_amount(name, row['free'])} free" for name, row in short.items()]
-    never = [name for name, row in short.items() if row["asked"] > row["total"]]
+    never = [name for name, row in short.items() if row["asked"] > row["total"] and row["free"] > 0]
     if never:
-        limits = ", ".join(_amount(name, short[name]["total"]) for name in never)
-        hint = f"cpuos create with at most {limits}"
+        limits = ", ".join(_amount(name, short[name]["free"]) for name in never)
+        hint = f"ask for at most {limits} (free now; GET /v1/capacity tells what there is)"
     else:
-        hint = "cpuos ls, then cpuos kill SANDBOX; or ask for less"
+        hint = "cpuos ls, then cpuos kill SANDBOX; or ask for at most what is free (GET /v1/capacity)"
     return CapacityExceeded(
         f"cannot create sandbox: node {node} has no room ({', '.join(sorted(short))})",
         "; ".join(parts),

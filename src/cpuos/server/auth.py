@@ -46,6 +46,12 @@ class Actor:
     id: str
     """`key:` and the key's id, as it stands in audit entries and tickets."""
     permissions: frozenset[Permission]
+    name: str = ""
+    """The key's name, for texts that people read."""
+
+    @property
+    def shown(self) -> str:
+        return f"the key {self.name!r}" if self.name else self.id
 
 
 async def create_key(
@@ -100,7 +106,7 @@ class Authenticator:
 
     async def _look_up(self, key: str, hashed: str) -> Actor:
         key_id = key.removeprefix(PREFIX).partition("_")[0]
-        columns = select(ApiKey.workspace, ApiKey.secret_hash, ApiKey.permissions, ApiKey.revoked_at)
+        columns = select(ApiKey.workspace, ApiKey.name, ApiKey.secret_hash, ApiKey.permissions, ApiKey.revoked_at)
         async with self._database.read() as connection:
             row = (await connection.execute(columns.where(ApiKey.id == key_id[:16]))).one_or_none()
         # Compared also when there is no such id: both answers take the same time.
@@ -112,7 +118,7 @@ class Authenticator:
                 hint="check CPUOS_API_KEY and ~/.config/cpuos/credentials.json; cpuos up writes a key",
             )
         known = frozenset(Permission(name) for name in row.permissions if name in set(Permission))
-        return Actor(workspace=row.workspace, id=f"key:{key_id}", permissions=known)
+        return Actor(workspace=row.workspace, id=f"key:{key_id}", permissions=known, name=row.name)
 
 
 def _hash(key: str) -> str:

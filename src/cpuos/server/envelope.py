@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpuos.errors import ERRORS, CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError, Unavailable
+from cpuos.types.problems import invalid_request
 
 __all__ = ["MAX_BODY_BYTES", "Envelope", "body_of_error", "install_error_handlers"]
 
@@ -86,7 +86,7 @@ def _as_ours(error: BaseException, *, request_id: str) -> CpuosError:
     if isinstance(error, CpuosError):
         return error
     if isinstance(error, RequestValidationError):
-        return _invalid(error.errors())
+        return invalid_request([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()])
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         return NotFound(
             "cannot find the route", "there is no such path, or not with this method", hint="GET /v1/openapi.json"
@@ -101,29 +101,6 @@ def _as_ours(error: BaseException, *, request_id: str) -> CpuosError:
         hint="cpuos status",
         details={"request": request_id},
     )
-
-
-def _invalid(problems: Sequence[Any]) -> InvalidRequest:
-    texts = []
-    for problem in problems[:5]:
-        where, *path = problem["loc"]
-        name = ".".join(str(part) for part in path) or str(where)
-        value = problem.get("input")
-        shown = "" if problem["type"] in ("missing", "json_invalid") else f" = {_short(value)}"
-        texts.append((name, shown, str(problem["msg"])))
-    name, shown, why = texts[0]
-    fields = [{"field": name, "problem": why} for name, _, why in texts]
-    return InvalidRequest(
-        f"cannot read the request: {name}{shown}",
-        "; ".join(f"{name}: {why}" for name, _, why in texts) if len(texts) > 1 else why,
-        hint="the reference lists every field: /v1/openapi.json",
-        details={"field": name, "fields": fields},
-    )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def _limited(receive: Receive) -> Receive:

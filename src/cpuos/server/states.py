@@ -63,4 +63,4 @@ def unusable(ref: str, state: SandboxState, *, reason: str, action: str) -> Cpuo
         return SandboxGone(what, reason, code="sandbox_lost", hint="cpuos create")
     if state in (SandboxState.STOPPING, SandboxState.STOPPED):
         return SandboxGone(what, reason, code="sandbox_stopped", hint="cpuos create")
-    return Conflict(what, reason, hint=f"cpuos ls --json | grep {ref}", details={"state": state.value})
+    return Conflict(what, reason, hint=f"cpuos ls --all --json | grep {ref}", details={"state": state.value})

@@ -10,7 +10,28 @@ from pydantic import Field
 
 from cpuos.types.base import Answer
 
-__all__ = ["AuditEntry", "AuditList", "AuditPhase", "AuditResult"]
+__all__ = ["ACTIONS", "AuditEntry", "AuditList", "AuditPhase", "AuditResult"]
+
+
+# Every kind of entry: what the server does, and what the gateway does in a sandbox.
+ACTIONS = (
+    "sandbox.create",
+    "sandbox.update",
+    "sandbox.kill",
+    "sandbox.expire",
+    "sandbox.lost",
+    "access.create",
+    "link.create",
+    "command.start",
+    "command.kill",
+    "file.read",
+    "file.write",
+    "file.remove",
+    "file.mkdir",
+    "file.move",
+    "file.read_tree",
+    "file.write_tree",
+)
 
 
 class AuditPhase(StrEnum):

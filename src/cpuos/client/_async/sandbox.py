@@ -19,7 +19,7 @@ from cpuos.client._async.pty import AsyncPty, open_pty
 from cpuos.client._async.shell import AsyncShell
 from cpuos.client._backend_async import shielded
 from cpuos.client._http import Ticket
-from cpuos.client._parse import make_request, parse_answer
+from cpuos.client._parse import make_labels, make_request, parse_answer
 from cpuos.client._sink import LineCallback
 from cpuos.client._start import new_key
 from cpuos.client._stdin import Stdin
@@ -80,7 +80,7 @@ class AsyncSandbox:
             "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
             "max_processes": max_processes,
             "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
-            "labels": None if labels is None else dict(labels),
+            "labels": None if labels is None else make_labels(labels),
             "task": task,
             "runtime": runtime,
             "min_isolation": min_isolation,
@@ -128,7 +128,7 @@ class AsyncSandbox:
         query = {
             "state": state or "live",
             "name": name,
-            "label": [f"{key}:{value}" for key, value in (labels or {}).items()],
+            "label": [f"{key}:{value}" for key, value in make_labels(labels or {}).items()],
         }
         try:
             answer = await used.server.call("GET", "/v1/sandboxes", query=query)
@@ -240,7 +240,7 @@ class AsyncSandbox:
 
     async def set_labels(self, labels: Mapping[str, str]) -> None:
         """Replace the labels."""
-        await self._update(labels=dict(labels))
+        await self._update(labels=make_labels(labels))
 
     @property
     def id(self) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from cpuos.client._backend_sync import shielded
 from cpuos.client._http import Ticket
-from cpuos.client._parse import make_request, parse_answer
+from cpuos.client._parse import make_labels, make_request, parse_answer
 from cpuos.client._sink import LineCallback
 from cpuos.client._start import new_key
 from cpuos.client._stdin import Stdin
@@ -79,7 +79,7 @@ class Sandbox:
             "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
             "max_processes": max_processes,
             "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
-            "labels": None if labels is None else dict(labels),
+            "labels": None if labels is None else make_labels(labels),
             "task": task,
             "runtime": runtime,
             "min_isolation": min_isolation,
@@ -127,7 +127,7 @@ class Sandbox:
         query = {
             "state": state or "live",
             "name": name,
-            "label": [f"{key}:{value}" for key, value in (labels or {}).items()],
+            "label": [f"{key}:{value}" for key, value in make_labels(labels or {}).items()],
         }
         try:
             answer = used.server.call("GET", "/v1/sandboxes", query=query)
@@ -239,7 +239,7 @@ class Sandbox:
 
     def set_labels(self, labels: Mapping[str, str]) -> None:
         """Replace the labels."""
-        self._update(labels=dict(labels))
+        self._update(labels=make_labels(labels))
 
     @property
     def id(self) -> str:

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from fastapi import Query
 
+from cpuos.errors import InvalidRequest
 from cpuos.server.audit import list_entries
 from cpuos.server.routes.called import Called, Plane, find
-from cpuos.types.audit import AuditList
+from cpuos.types.audit import ACTIONS, AuditList
 
 __all__ = ["list_audit"]
 
@@ -24,6 +25,8 @@ async def list_audit(
     limit: Annotated[int, Query(ge=1, le=1000)] = 200,
 ) -> AuditList:
     """Entries of the workspace in the order in which they were recorded; `next_after` pages on."""
+    if action is not None:
+        _check_action(action)
     await plane.take_journal()
     if sandbox is not None:
         sandbox = (await find(plane, call, sandbox)).id
@@ -31,3 +34,15 @@ async def list_audit(
         return await list_entries(
             connection, call.actor.workspace, sandbox=sandbox, action=action, after=after, limit=limit
         )
+
+
+def _check_action(action: str) -> None:
+    """A kind or a noun that no entry can have is a typo, and no empty list."""
+    if action in ACTIONS or action in {known.partition(".")[0] for known in ACTIONS}:
+        return
+    raise InvalidRequest(
+        f"cannot list the audit: unknown action {action!r}",
+        f"actions are {', '.join(ACTIONS)}, or a noun of these",
+        hint="cpuos audit --action command.start",
+        details={"field": "action", "value": action, "actions": list(ACTIONS)},
+    )

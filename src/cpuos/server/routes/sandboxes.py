@@ -75,7 +75,7 @@ async def update_sandbox(ref: Ref, body: SandboxUpdate, plane: Plane, call: Call
 async def delete_sandbox(ref: Ref, plane: Plane, call: Called) -> Sandbox:
     """Kill it, and answer when nothing of it is left. One that has ended already stays as it is."""
     row = await find(plane, call, ref)
-    return sandbox_of(await plane.lifecycle.kill(row, reason=f"killed by {call.actor.id}"))
+    return sandbox_of(await plane.lifecycle.kill(row, reason=f"killed by {call.actor.shown}"))
 
 
 class ReplayCreate:

@@ -1,0 +1,12 @@
+"""The audit's list of actions is that of the code."""
+
+from __future__ import annotations
+
+from cpuos.gateway.app import ROUTES as GATEWAY_ROUTES
+from cpuos.server.routes.table import ROUTES
+from cpuos.types.audit import ACTIONS
+
+
+def test_actions_are_those_of_the_tables() -> None:
+    made = {route.audit for route in ROUTES} | {route.action for route in GATEWAY_ROUTES}
+    assert set(ACTIONS) == (made - {None}) | {"sandbox.expire", "sandbox.lost"}
