@@ -205,7 +205,8 @@ class NodeService:
         return [
             Step(name="record", do=lambda: self._keep(record), undo=lambda: self._undo_record(record)),
             *self._assembly.start_steps(spec, runtime, started=started),
-            Step(name="running", do=lambda: self._keep(record)),
+            # Not waited for: what runs dies with the host, and a restarted daemon reads it from the page cache.
+            Step(name="running", do=lambda: self._keep(record, sync=False)),
         ]
 
     async def _create_in_steps(self, record: Record, steps: list[Step]) -> None:
@@ -391,9 +392,9 @@ class NodeService:
 
     # records
 
-    async def _keep(self, record: Record) -> None:
+    async def _keep(self, record: Record, *, sync: bool = True) -> None:
         """On disk first, then in memory."""
-        await asyncio.to_thread(self._journal.write, record)
+        await asyncio.to_thread(self._journal.write, record, sync=sync)
         self._records[record.id] = record
 
     async def _forget(self, sandbox_id: str) -> None:
