@@ -93,3 +93,33 @@ async def test_a_cut_answer_is_asked_for_again(api: FakeApi, delays: list[float]
     async with await AsyncSandbox.create() as sbx:
         assert (await sbx.refresh()).cpu == 2
     assert len(delays) == 2
+
+
+async def test_objects_say_what_they_are(api: FakeApi) -> None:
+    async with await AsyncSandbox.create() as sbx:
+        job = await sbx.spawn("true")
+        named = [repr(thing) for thing in (sbx, job, sbx.commands, sbx.files, sbx.shell())]
+        assert all(sbx.id in text or job.id in text for text in named), named
+        assert "0x" not in "".join(named)
+
+
+async def test_a_class_called_with_an_id_points_to_connect(api: FakeApi) -> None:
+    with pytest.raises(TypeError, match=r"Sandbox\.connect"):
+        AsyncSandbox("abcd")
+
+
+async def test_wrong_values_of_create_are_sentences(api: FakeApi) -> None:
+    for values, why in [
+        ({"labels": "a=b"}, "a mapping of names to texts"),
+        ({"name": "No Name"}, "lower-case letters, digits and inner hyphens"),
+        ({"memory": 1}, "memory is 128 MiB to 1 TiB"),
+    ]:
+        with pytest.raises(InvalidRequest, match=why) as caught:
+            await AsyncSandbox.create(**values)
+        assert "\ntry: for example " in str(caught.value) or caught.value.hint
+    assert not api.calls("POST", "/v1/sandboxes")
+    async with await AsyncSandbox.create() as sbx:
+        with pytest.raises(InvalidRequest, match="argv is a list of at least one text"):
+            await sbx.exec([])
+        with pytest.raises(InvalidRequest, match="env is a mapping"):
+            await sbx.exec("true", env="A=b")

@@ -45,3 +45,28 @@ async def test_every_route_is_shut_without_a_ticket(client: DataClient, row: Rou
         assert error_code(answer) in ("ticket_invalid", "key_missing")
     unknown = await client.http.request(row.method, path.replace("s" * 20, "u" * 20))
     assert unknown.status_code in (401, 404)
+
+
+async def test_provoked_errors_have_three_lines(client: DataClient) -> None:
+    answers = [
+        await client.call("POST", "/commands", json={}),
+        await client.call("POST", "/commands", json={"argv": []}),
+        await client.call("POST", "/commands", content=b'{"argv": ['),
+        await client.call("POST", "/commands", json={"command": "true", "env": {"a=b": ""}}),
+        await client.call("POST", "/commands", json={"command": "true", "cwd": "/none"}),
+        await client.call("POST", "/commands", json={"command": "true", "user": "nobody-here"}),
+        await client.call("GET", "/commands/none"),
+        await client.call("GET", "/commands?limit=x"),
+        await client.call("GET", "/files?path=/none/x"),
+        await client.call("GET", "/files/list?path=/none"),
+        await client.call("GET", "/files?wrong=1"),
+        await client.call("POST", "/files/move?path=/x"),
+        await client.call("GET", "/commands", headers={"Authorization": "Bearer x"}),
+        await client.http.get("/v1/nothing"),
+    ]
+    for answer in answers:
+        assert answer.status_code >= 400
+        error = answer.json()["error"]
+        assert all(error[line].strip() for line in ("what", "why", "try")), error
+        assert error["why"] not in error["what"], error
+    assert answers[8].json()["error"]["try"].startswith(f"cpuos exec {client.base.split('/')[3]} ls -la /none")

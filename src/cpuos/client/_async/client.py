@@ -27,6 +27,9 @@ class AsyncClient:
         self.http = AsyncHttp()
         self.server = AsyncServer(self.http, url=self.config.api_url, key=self.config.api_key)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.config.api_url}>"
+
     async def call(self, method: str, path: str, **options: Any) -> Answer:
         """Any call of the REST API under /v1; errors raise."""
         return await self.server.call(method, path, **options)

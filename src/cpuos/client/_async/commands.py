@@ -26,6 +26,13 @@ class AsyncCommands:
     def __init__(self, gateway: AsyncGateway) -> None:
         self._gateway = gateway
 
+    @property
+    def sandbox_id(self) -> str:
+        return self._gateway.sandbox_id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._gateway.sandbox_id}>"
+
     async def exec(
         self,
         command: str | Sequence[str],

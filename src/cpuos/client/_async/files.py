@@ -34,6 +34,9 @@ class AsyncFiles:
         self._server = server
         self._root = f"{gateway.root}/files"
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._gateway.sandbox_id}>"
+
     async def read(self, path: Path, *, user: str | None = None) -> bytes:
         """All bytes of a file."""
         retry = Retry(PATIENT, repeatable=True)

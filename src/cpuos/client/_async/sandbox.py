@@ -40,8 +40,16 @@ class AsyncSandbox:
     """An isolated, disposable Linux machine. As a context manager it is killed at the end of the block."""
 
     def __init__(
-        self, client: AsyncClient, info: SandboxInfo, *, ticket: Ticket | None = None, owns: bool = False
+        self,
+        client: AsyncClient | None = None,
+        info: SandboxInfo | None = None,
+        *,
+        ticket: Ticket | None = None,
+        owns: bool = False,
     ) -> None:
+        if not isinstance(client, AsyncClient) or info is None:
+            name = type(self).__name__
+            raise TypeError(f"{name}.connect(ID) opens an existing sandbox, {name}.create() makes one; not {name}(…)")
         self._client = client
         self._owns_client = owns
         self._info = info

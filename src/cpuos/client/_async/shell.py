@@ -35,6 +35,9 @@ class AsyncShell:
         # Guards the state: two runs at once would each start from the other's past.
         self._lock = Lock()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._commands.sandbox_id}>"
+
     async def run(
         self,
         command: str,

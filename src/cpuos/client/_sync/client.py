@@ -28,6 +28,9 @@ class Client:
         self.http = Http()
         self.server = Server(self.http, url=self.config.api_url, key=self.config.api_key)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.config.api_url}>"
+
     def call(self, method: str, path: str, **options: Any) -> Answer:
         """Any call of the REST API under /v1; errors raise."""
         return self.server.call(method, path, **options)

@@ -27,6 +27,13 @@ class Commands:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
+    @property
+    def sandbox_id(self) -> str:
+        return self._gateway.sandbox_id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._gateway.sandbox_id}>"
+
     def exec(
         self,
         command: str | Sequence[str],

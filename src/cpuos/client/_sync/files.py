@@ -35,6 +35,9 @@ class Files:
         self._server = server
         self._root = f"{gateway.root}/files"
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._gateway.sandbox_id}>"
+
     def read(self, path: Path, *, user: str | None = None) -> bytes:
         """All bytes of a file."""
         retry = Retry(PATIENT, repeatable=True)

@@ -65,7 +65,11 @@ class Job:
     def status(self) -> CommandStatus:
         return self.info.status
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} {self._info.status if self._info else 'not read yet'}>"
+
     def refresh(self) -> Command:
+        """Read the record anew."""
         self._info = parse_answer(Command, (self._gateway.call("GET", self._path)).body)
         return self._info
 

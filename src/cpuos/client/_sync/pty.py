@@ -46,6 +46,9 @@ class Pty:
         """Id of the command."""
         return self._stream.command_id or ""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}>"
+
     def send(self, data: bytes | str) -> None:
         """Type these bytes."""
         data = data.encode() if isinstance(data, str) else data

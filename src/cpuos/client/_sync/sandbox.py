@@ -40,7 +40,17 @@ CLEAN_UP_S = 30.0
 class Sandbox:
     """An isolated, disposable Linux machine. As a context manager it is killed at the end of the block."""
 
-    def __init__(self, client: Client, info: SandboxInfo, *, ticket: Ticket | None = None, owns: bool = False) -> None:
+    def __init__(
+        self,
+        client: Client | None = None,
+        info: SandboxInfo | None = None,
+        *,
+        ticket: Ticket | None = None,
+        owns: bool = False,
+    ) -> None:
+        if not isinstance(client, Client) or info is None:
+            name = type(self).__name__
+            raise TypeError(f"{name}.connect(ID) opens an existing sandbox, {name}.create() makes one; not {name}(…)")
         self._client = client
         self._owns_client = owns
         self._info = info

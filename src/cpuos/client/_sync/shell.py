@@ -36,6 +36,9 @@ class Shell:
         # Guards the state: two runs at once would each start from the other's past.
         self._lock = Lock()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._commands.sandbox_id}>"
+
     def run(
         self,
         command: str,
