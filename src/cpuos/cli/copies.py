@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpuos.cli.output import JsonOption, Output, current_output
+from cpuos.cli.output import JsonOption, current_output
 from cpuos.cli.sandboxes import connected
 from cpuos.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from cpuos import Sandbox, TransferReport
+    from cpuos import Sandbox
+    from cpuos.client._tree import Skipped
 
 __all__ = ["copy", "register", "split_place"]
+
+_LIST_DEPTH = 64
+"""The most that a sandbox lists at once."""
 
 
 def register(app: typer.Typer) -> None:
@@ -45,13 +51,16 @@ def copy(
     if to_place is not None:
         reference, path = to_place
         with output.working(f"copying to {reference}"), connected(reference) as sandbox:
-            done = _upload(output, sandbox, source, path=path, user=user)
+            done = _upload(sandbox, source, path=path, user=user)
     else:
         reference, path = from_place
         with output.working(f"copying from {reference}"), connected(reference) as sandbox:
-            done = _download(output, sandbox, path, target=target, user=user)
+            done = _download(sandbox, path, target=target, user=user)
+    place, left_out = done
+    for skipped in left_out:
+        output.progress(f"left out: {skipped.path}: {skipped.reason}")
     if output.json:
-        output.data({"from": source, "to": done})
+        output.data({"from": source, "to": place, "left_out": [dataclasses.asdict(skipped) for skipped in left_out]})
 
 
 def split_place(text: str) -> tuple[str, str] | None:
@@ -62,37 +71,58 @@ def split_place(text: str) -> tuple[str, str] | None:
     return reference, path or "/workspace"
 
 
-def _upload(output: Output, sandbox: Sandbox, source: str, *, path: str, user: str | None) -> str:
+def _upload(sandbox: Sandbox, source: str, *, path: str, user: str | None) -> tuple[str, list[Skipped]]:
+    """Where it went, and what was left out."""
     if source == "-":
         sandbox.files.write(path, sys.stdin.buffer, **_as(user))
-        return path
+        return path, []
     if not os.path.lexists(source):
         raise InvalidRequest(f"cannot read file: {source}", "there is no such file or folder", hint=f"ls -l {source}")
     contents_only = source.endswith("/.") or source == "."
     name = os.path.basename(os.path.abspath(source))
     if not contents_only and (path.endswith("/") or _is_folder(sandbox, path)):
         path = f"{path.rstrip('/')}/{name}"
-    _tell(output, sandbox.files.upload(source, path, **_as(user)))
-    return path
+    return path, list(sandbox.files.upload(source, path, **_as(user)).skipped)
 
 
-def _download(output: Output, sandbox: Sandbox, path: str, *, target: str, user: str | None) -> str:
+def _download(sandbox: Sandbox, path: str, *, target: str, user: str | None) -> tuple[str, list[Skipped]]:
+    """Where it went, and what was left out."""
     if target == "-":
         for piece in sandbox.files.open_read(path, **_as(user)):
             sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
-        return target
+        return target, []
     contents_only = path.endswith("/.")
     if not contents_only and (target.endswith("/") or os.path.isdir(target)):
         # The name is the user's own words, not the sandbox's.
         target = os.path.join(target, os.path.basename(path.rstrip("/")) or "root")
-    _tell(output, sandbox.files.download(path, target, **_as(user)))
-    return target
+    _check_parent(target)
+    report = sandbox.files.download(path, target, **_as(user))
+    return target, [*report.skipped, *(_special_files(sandbox, path, user=user) if report.folders else ())]
 
 
-def _tell(output: Output, report: TransferReport) -> None:
-    for skipped in report.skipped:
-        output.progress(f"left out: {skipped.path}: {skipped.reason}")
+def _check_parent(target: str) -> None:
+    """As cp does: a missing folder is more often a typing error than a wish."""
+    parent = os.path.dirname(os.path.abspath(target))
+    if not os.path.isdir(parent):
+        raise InvalidRequest(
+            f"cannot write {target}", f"there is no folder {parent}", hint=f"mkdir -p {shlex.quote(parent)}"
+        )
+
+
+def _special_files(sandbox: Sandbox, path: str, *, user: str | None) -> list[Skipped]:
+    """FIFOs, sockets and devices below a folder: the sandbox leaves them out of what it sends."""
+    from cpuos.client._tree import Skipped
+    from cpuos.errors import CpuosError
+
+    try:
+        entries = sandbox.files.list(path, depth=_LIST_DEPTH, **_as(user))
+    except CpuosError as error:
+        return [
+            Skipped(path=path, reason=f"FIFOs and sockets, which could not be looked for: {error.why or error.what}")
+        ]
+    reason = "neither file, folder nor symbolic link"
+    return [Skipped(path=entry.path, reason=reason) for entry in entries if entry.kind == "other"]
 
 
 def _is_folder(sandbox: Sandbox, path: str) -> bool:
