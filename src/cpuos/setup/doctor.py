@@ -72,9 +72,18 @@ def doctor_lines(checks: list[Check]) -> list[str]:
         lines.append(f"{marks[check.state]}  {check.name:<{width}}  {check.evidence}")
         if check.fix:
             lines.append(f"{'':9}{'':{width}}  try: {check.fix}")
-    missing = [check for check in checks if check.state is CheckState.MISSING]
-    lines.append("everything is in place" if not missing else f"{len(missing)} missing; first: {missing[0].fix}")
+    lines.append(_next_step(checks))
     return lines
+
+
+def _next_step(checks: list[Check]) -> str:
+    missing = [check for check in checks if check.state is CheckState.MISSING]
+    if missing:
+        return f"{len(missing)} missing; first: {missing[0].fix}"
+    warnings = [check for check in checks if check.state is CheckState.WARNING]
+    if warnings:
+        return f"nothing is missing that was looked at; {len(warnings)} to look at; first: {warnings[0].fix}"
+    return "everything is in place"
 
 
 def _look_at_root(host: Host) -> Check:
