@@ -1,6 +1,6 @@
 """`python -m cpuos.cli` is `cpuos`."""
 
-from cpuos.cli.main import main
+from cpuos.cli import run
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run())

@@ -51,7 +51,7 @@ def list_commands(
         )
         for command in shown
     ]
-    empty = "no command" if everything else "no command runs; ended ones: cpuos ps --all"
+    empty = "no command" if everything else f"no command runs; ended ones: cpuos ps --all {sandbox}"
     output.table(("ID", "STATUS", "AGE", "USER", "OUTPUT BYTES", "COMMAND"), rows, empty=empty)
 
 

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from cpuos.cli.output import JsonOption, Output, current_output
-from cpuos.cli.results import describe_result, exit_code_of
+from cpuos.cli.results import describe_end, describe_result, exit_code_of
 from cpuos.cli.sandboxes import connected, parse_pairs
 from cpuos.cli.streams import passed_stdin, print_output
 from cpuos.errors import CpuosError, InvalidRequest
@@ -54,7 +54,7 @@ def execute(
 
     output = current_output(ctx)
     options = {"cwd": cwd, "env": parse_pairs(env, option="--env"), "user": user, "timeout": timeout}
-    options = {key: value for key, value in options.items() if value}
+    options = {key: value for key, value in options.items() if value is not None and value != {}}
     words = [*(command or [])] if template is None else [sandbox, *(command or [])]
     if not words:
         raise InvalidRequest(
@@ -89,23 +89,16 @@ def _run(
     if pty and not output.json:
         from cpuos.cli.shells import run_terminal
 
-        return run_terminal(sandbox, command, options)
+        return run_terminal(output, sandbox, command, options)
     if output.json:
         stdin = {"stdin": sys.stdin.buffer} if interactive else {}
         ended: Result | Command = sandbox.exec(command, **options, **stdin)
         output.data(describe_result(ended))
     else:
         ended = _run_streaming(output, sandbox, command, options=options, interactive=interactive)
-    _tell_end(output, ended)
+    if told := describe_end(ended, memory_mib=sandbox.info.memory_mib):
+        output.progress(f"cpuos: {told}")
     return exit_code_of(ended.status, exit_code=ended.exit_code, signal=ended.signal)
-
-
-def _tell_end(output: Output, ended: Result | Command) -> None:
-    """What an exit code alone does not say."""
-    if ended.status != "exited":
-        output.progress(f"cpuos: the command ended as {ended.status}" + (f": {ended.reason}" if ended.reason else ""))
-    elif ended.reason:
-        output.progress(f"cpuos: {ended.reason}")
 
 
 def _check_text(word: str) -> None:

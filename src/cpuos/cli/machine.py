@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cpuos.cli.hints import as_root, runnable
 from cpuos.cli.output import JsonOption, Output, current_output
-from cpuos.errors import SetupRequired
+from cpuos.cli.results import describe_capacity
+from cpuos.errors import CpuosError, SetupRequired
 
 if TYPE_CHECKING:
     from cpuos.setup.progress import Progress
 
-__all__ = ["doctor", "down", "register", "setup", "status", "uninstall", "up"]
+__all__ = ["doctor", "down", "register", "require_server_parts", "setup", "status", "uninstall", "up"]
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +35,7 @@ def up(ctx: typer.Context, as_json: JsonOption = False) -> None:
     What the machine lacks is set up first, with the plan shown. Parts that run other code are started anew; sandboxes
     run on. The API key is written for the user behind sudo.
     """
-    _require_server_parts()
+    require_server_parts()
     from cpuos import services
 
     output = current_output(ctx)
@@ -54,7 +56,7 @@ def down(
     as_json: JsonOption = False,
 ) -> None:
     """Stop cpuOS on this machine, and its sandboxes."""
-    _require_server_parts()
+    require_server_parts()
     from cpuos import services
 
     output = current_output(ctx)
@@ -69,23 +71,39 @@ def down(
 
 
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Show which parts of cpuOS run here."""
-    _require_server_parts()
+    """Show which parts of cpuOS run here, and the room for sandboxes."""
+    require_server_parts()
     from cpuos import services
 
     output = current_output(ctx)
     found = services.status()
+    capacity = _capacity(found.api_url)
     if output.json:
-        output.data(dataclasses.asdict(found))
+        output.data({**dataclasses.asdict(found), "capacity": capacity})
     else:
         rows = [
             (part.name, part.state, part.pid, "" if part.up_s is None else f"{part.up_s:.0f}s", part.restarts, part.log)
             for part in found.parts
         ]
         output.table(("PART", "STATE", "PID", "UP", "RESTARTS", "LOG"), rows)
+        if capacity is not None:
+            output.line(describe_capacity(capacity))
         output.progress(f"{found.state}; API at {found.api_url or 'no address'}")
     if found.state != "ready":
         raise typer.Exit(1)
+
+
+def _capacity(api_url: str | None) -> dict[str, Any] | None:
+    """None where the server does not answer, or this user has no key for it."""
+    from cpuos import Client
+
+    if api_url is None:
+        return None
+    try:
+        with Client(api_url) as client:
+            return client.get_json("/v1/capacity")
+    except CpuosError:
+        return None
 
 
 def doctor(ctx: typer.Context, as_json: JsonOption = False) -> None:
@@ -94,13 +112,13 @@ def doctor(ctx: typer.Context, as_json: JsonOption = False) -> None:
     Boots a test sandbox where root asks; changes nothing. Each line that is not ok names the command that mends it.
     Exits with 1 where something is missing.
     """
-    _require_server_parts()
+    require_server_parts()
     from cpuos.setup.doctor import CheckState, doctor_lines
     from cpuos.setup.doctor import doctor as examine
 
     output = current_output(ctx)
     with output.working("looking; a test sandbox is booted"):
-        checks = examine()
+        checks = [dataclasses.replace(check, fix=runnable(check.fix)) for check in examine()]
     if output.json:
         output.data({"checks": [dataclasses.asdict(check) for check in checks]})
     else:
@@ -125,7 +143,7 @@ def setup(
     Shows the plan with sizes and times first. What is done is skipped, so that a run goes on where an earlier one
     stopped.
     """
-    _require_server_parts()
+    require_server_parts()
     from cpuos.settings import load_settings
     from cpuos.setup.engine import set_up
     from cpuos.setup.steps import all_steps
@@ -156,7 +174,7 @@ def uninstall(
 
     Without --purge the data directory stays, for another `cpuos up`.
     """
-    _require_server_parts()
+    require_server_parts()
     from cpuos import services
 
     output = current_output(ctx)
@@ -168,7 +186,7 @@ def uninstall(
     for thing in removed:
         output.line(thing)
     if not purge:
-        output.progress("data and caches stay; to remove them too: sudo cpuos uninstall --purge")
+        output.progress(f"data and caches stay; to remove them too: {as_root('cpuos uninstall --purge')}")
 
 
 def _progress(output: Output) -> Progress:
@@ -177,7 +195,7 @@ def _progress(output: Output) -> Progress:
     return choose_progress(sys.stderr)
 
 
-def _require_server_parts() -> None:
+def require_server_parts() -> None:
     """`pip install cpuos` is the client alone."""
     from importlib.util import find_spec
 

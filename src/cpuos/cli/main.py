@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -15,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from cpuos.cli import audit, commands, copies, exec, machine, overview, profiles, sandboxes, shells, templates
+from cpuos.cli import audit, commands, copies, exec, keys, machine, overview, profiles, sandboxes, shells, templates
 from cpuos.cli.output import JsonOption, Output
 from cpuos.errors import CpuosError, InvalidRequest, PlatformError
 
@@ -23,6 +24,13 @@ __all__ = ["app", "main", "show_overview"]
 
 # As `docker run`: a code that the program inside is unlikely to use says that the failure is ours.
 EXEC_FAILURE = 125
+
+# Words of other tools, and the one that does it here.
+_UNKNOWN = re.compile(r"No such command '([^']*)'")
+_MEANT = {
+    **{"start": "up", "stop": "down", "rm": "kill", "stop-all": "down", "help": "--help", "version": "--version"},
+    **{"list": "ls", "run": "exec --help", "new": "create", "delete": "kill", "copy": "cp --help", "ssh": "shell"},
+}
 
 app = typer.Typer(
     name="cpuos",
@@ -34,7 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for group in (sandboxes, exec, commands, shells, copies, profiles, templates, audit, machine):
+for group in (sandboxes, exec, commands, shells, copies, profiles, templates, audit, keys, machine):
     group.register(app)
 
 
@@ -61,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     output = Output()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    failure = EXEC_FAILURE if "exec" in [word for word in arguments if not word.startswith("-")][:1] else 1
+    failure = EXEC_FAILURE if _runs_a_program(arguments) else 1
     try:
         with _interrupted_by_signals():
             _load_plugins()
@@ -89,6 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         output.error(_fault(error, arguments))
         return failure
+
+
+def _runs_a_program(arguments: Sequence[str]) -> bool:
+    """Whether the command exits as a program in a sandbox does, so that our own failures need a code apart."""
+    words = [word for word in arguments if not word.startswith("-")]
+    return words[:1] in (["exec"], ["shell"]) or words[:2] == ["profile", "run"]
 
 
 def _load_plugins() -> None:
@@ -124,7 +138,9 @@ def _usage_error(error: TyperException) -> CpuosError:
     message = error.format_message().rstrip(".")
     usage = context.get_usage().split("\n")[0].strip() if context else ""
     what = f"cannot read the command line: {message[:1].lower()}{message[1:]}"
-    return InvalidRequest(what, usage[:1].lower() + usage[1:], hint=f"{path} --help")
+    unknown = _UNKNOWN.match(message)
+    meant = _MEANT.get(unknown[1]) if unknown and path == "cpuos" else None
+    return InvalidRequest(what, usage[:1].lower() + usage[1:], hint=f"cpuos {meant}" if meant else f"{path} --help")
 
 
 def _fault(error: Exception, arguments: Sequence[str]) -> CpuosError:

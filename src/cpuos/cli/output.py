@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cpuos.cli.hints import hint_of
 from cpuos.cli.terminal import Keep, safe_text
 from cpuos.errors import CpuosError
 
@@ -72,6 +74,7 @@ class Output:
 
     def error(self, error: CpuosError) -> None:
         """The three lines on stderr; with --json the body, as the API sends it, on stdout too."""
+        error.hint = hint_of(error)
         if self.json:
             self.data(error.body())
         lines = [safe_text(line) for line in str(error).split("\n")]
@@ -112,12 +115,13 @@ def ago(moment: datetime | None) -> str:
 
 
 def in_future(moment: datetime | None) -> str:
-    return "" if moment is None else _span((moment - datetime.now(UTC)).total_seconds())
+    """Time until then, rounded up: what was just made for 15 minutes ends in "15m"."""
+    return "" if moment is None else _span((moment - datetime.now(UTC)).total_seconds(), up=True)
 
 
-def _span(seconds: float) -> str:
-    seconds = max(0, int(seconds))
+def _span(seconds: float, *, up: bool = False) -> str:
+    seconds = max(0, math.ceil(seconds) if up else int(seconds))
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size * 2:
-            return f"{seconds // size}{unit}"
+            return f"{-(-seconds // size) if up else seconds // size}{unit}"
     return f"{seconds}s"

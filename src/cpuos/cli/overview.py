@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import typer
 
+from cpuos.cli.hints import as_root, hint_of
 from cpuos.cli.output import current_output
-from cpuos.errors import AuthenticationError, CpuosError, Unavailable
+from cpuos.cli.results import describe_capacity
+from cpuos.errors import AuthenticationError, CpuosError, Forbidden, Unavailable
 
 __all__ = ["show"]
 
-_FIRST_STEPS = (
-    ("cpuos doctor", "what this machine has and lacks"),
-    ("sudo cpuos up", "start cpuOS (sets the machine up where needed)"),
-    ("cpuos --help", "every command"),
-)
 _EMPTY_STEPS = (
     ("cpuos create", "make a sandbox and print its id"),
     ("cpuos exec --template python -- python3 --version", "run one command in a throw-away sandbox"),
@@ -26,33 +25,51 @@ def show(ctx: typer.Context) -> None:
     from cpuos import Client, Sandbox
 
     output = current_output(ctx)
-    running, problem, live = True, "", []
+    state, problem, live, capacity = "cpuOS is running", "", [], None
+    running: bool | None = True
+    steps = _EMPTY_STEPS
     try:
         with Client() as client:
             live = Sandbox.list(client=client)
-    except (Unavailable, AuthenticationError) as error:
+            with contextlib.suppress(Forbidden):
+                capacity = client.get_json("/v1/capacity")
+    except AuthenticationError as error:
+        # Whether it runs is not known: without a key nobody was asked.
+        running, problem, state = None, error.what, f"{error.what}: {error.why}"
+        steps = _steps_to(hint_of(error), "get a key for this user")
+    except Unavailable as error:
         running, problem = False, error.why or error.what
+        state = f"cpuOS is not reachable: {problem}"
+        steps = _steps_to(as_root("cpuos up"), "start cpuOS (sets the machine up where needed)")
     except CpuosError as error:
         problem = error.what
-    if not running:
-        steps = _FIRST_STEPS
-    elif live:
+    if live:
         reference = live[0].name or live[0].id
         steps = (
             (f"cpuos shell {reference}", "a terminal in the newest sandbox"),
             ("cpuos ls", "all sandboxes"),
             (f"cpuos kill {reference}", "end the newest sandbox"),
         )
-    else:
-        steps = _EMPTY_STEPS
     if output.json:
         next_commands = [{"command": command, "does": does} for command, does in steps]
-        output.data({"running": running, "problem": problem, "sandboxes": live, "next": next_commands})
+        output.data(
+            {"running": running, "problem": problem, "sandboxes": live, "capacity": capacity, "next": next_commands}
+        )
         return
     count = f"{len(live)} sandbox{'' if len(live) == 1 else 'es'} alive"
-    output.line(f"cpuOS is running, {count}" if running else f"cpuOS is not reachable: {problem}")
+    output.line(f"{state}, {count}" if running else state)
+    if capacity is not None:
+        output.line(describe_capacity(capacity))
     if running and problem:
         output.line(problem)
     width = max(len(command) for command, _ in steps)
     for command, does in steps:
         output.line(f"  {command:<{width}}  {does}")
+
+
+def _steps_to(command: str, does: str) -> tuple[tuple[str, str], ...]:
+    return (
+        (command, does),
+        ("cpuos doctor", "what this machine has and lacks"),
+        ("cpuos --help", "every command"),
+    )

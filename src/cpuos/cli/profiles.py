@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cpuos.cli.groups import command_group
 from cpuos.cli.output import JsonOption, Output, current_output
 from cpuos.cli.results import exit_code_of
 
@@ -18,7 +19,7 @@ __all__ = ["list_profiles", "register", "run_profile"]
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="Run a kind of work and get evidence of it.", no_args_is_help=True)
+    group = command_group("Run a kind of work and get evidence of it.")
     group.command("run")(run_profile)
     group.command("ls")(list_profiles)
     app.add_typer(group, name="profile")
@@ -51,7 +52,7 @@ def run_profile(
         script=script,
         out=out,
         template=template,
-        timeout_s=parse_duration_s(timeout, name="--timeout") if timeout else None,
+        timeout_s=parse_duration_s(timeout, name="--timeout") if timeout is not None else None,
         on_progress=output.progress,
     )
     if output.json:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpuos import Result
+    from cpuos.types.command import Command
 
-__all__ = ["OURS", "TIMED_OUT", "describe_result", "exit_code_of"]
+__all__ = ["OURS", "TIMED_OUT", "describe_capacity", "describe_end", "describe_result", "exit_code_of"]
 
 TIMED_OUT = 124
 OURS = 125
@@ -23,6 +25,45 @@ def exit_code_of(status: str, *, exit_code: int | None, signal: int | None) -> i
         case "signalled" | "killed" | "oom_killed" | "limited":
             return 128 + (signal or 9)
     return OURS
+
+
+def describe_end(ended: Result | Command, *, memory_mib: int | None = None) -> str:
+    """What an exit code alone does not say, with its numbers; empty where it says everything."""
+    after = "" if ended.duration_s is None else f" after {round(ended.duration_s, 1):g} s"
+    match ended.status:
+        case "exited":
+            return ended.reason
+        case "timed_out":
+            text = f"the command timed out{after} and was killed with all its children"
+        case "signalled":
+            text = f"the command was ended by {_signal_name(ended.signal)}{after}"
+        case "oom_killed":
+            limit = f" of {memory_mib} MiB" if memory_mib else ""
+            text = f"the command ran out of the sandbox's memory{limit}{after} ({_signal_name(ended.signal or 9)})"
+        case "killed":
+            text = f"the command was killed{after}"
+        case _:
+            text = f"the command ended as {ended.status}{after}"
+    return f"{text}: {ended.reason}" if ended.reason else text
+
+
+def _signal_name(number: int | None) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number or 0).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_capacity(capacity: dict[str, Any]) -> str:
+    """The answer of /v1/capacity in one line."""
+    units = {"sandboxes": "sandboxes", "cpu": "CPU", "memory_mib": "MiB memory", "disk_mib": "MiB disk"}
+    parts = []
+    for name, unit in units.items():
+        used, total = capacity[name]["reserved"], capacity[name]["total"]
+        parts.append(
+            f"{used:g} of {total:g} {unit}" if name in ("sandboxes", "cpu") else f"{used:.0f} of {total:.0f} {unit}"
+        )
+    return f"in use: {', '.join(parts)}"
 
 
 def describe_result(result: Result) -> dict[str, Any]:

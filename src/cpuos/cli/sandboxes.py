@@ -58,7 +58,7 @@ def create(
         "min_isolation": min_isolation,
         "idempotency_key": idempotency_key,
     }
-    given = {key: value for key, value in wishes.items() if value}
+    given = {key: value for key, value in wishes.items() if value is not None and value != {}}
     with output.working(f"creating a sandbox from {template}"), Client() as client:
         info = Sandbox.create(template, client=client, **given).info
     if output.json:
@@ -81,7 +81,7 @@ def list_sandboxes(
 
     output = current_output(ctx)
     with Client() as client:
-        wanted = state or ("all" if everything else None)
+        wanted = state if state is not None else "all" if everything else None
         shown = Sandbox.list(state=wanted, labels=parse_pairs(label, option="--label"), client=client)
     if output.json:
         output.data({"sandboxes": shown})

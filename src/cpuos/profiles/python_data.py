@@ -57,11 +57,12 @@ def run(
     What fails before the script starts (a missing input, no room for a sandbox) raises, and nothing is written.
     """
     described = _describe_inputs(inputs, script)
-    timeout_s = timeout_s or profile.limits.timeout_s
+    timeout_s = profile.limits.timeout_s if timeout_s is None else timeout_s
+    template = profile.template if template is None else template
     with evidence_folder(out) as folder:
-        on_progress(f"creating a sandbox from {template or profile.template}")
+        on_progress(f"creating a sandbox from {template}")
         sandbox = Sandbox.create(
-            template or profile.template,
+            template,
             cpu=profile.limits.cpu,
             memory=profile.limits.memory_mib,
             disk=profile.limits.disk_mib,

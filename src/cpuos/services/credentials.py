@@ -12,7 +12,7 @@ from cpuos.errors import SetupRequired
 from cpuos.services.health import ask
 from cpuos.settings import DEFAULT_RUN_DIR, Settings
 
-__all__ = ["calling_user", "credentials_path", "hand_over_key", "read_credentials", "write_credentials"]
+__all__ = ["calling_user", "credentials_path", "hand_over_key", "make_key", "read_credentials", "write_credentials"]
 
 
 def calling_user() -> int:
@@ -36,7 +36,7 @@ def hand_over_key(settings: Settings, *, python: Path, api_url: str, uid: int) -
     if settings.first_key_file.exists():
         key = str(json.loads(settings.first_key_file.read_text())["api_key"])
     elif not key or stored.get("api_url") != api_url or ask(api_url, "/v1/sandboxes", key=key)[0] != 200:
-        key = _make_key(settings, python=python, name=pwd.getpwuid(uid).pw_name)
+        key = make_key(settings, python=python, name=pwd.getpwuid(uid).pw_name)
     if stored != (wanted := {"api_url": api_url, "api_key": key}):
         owner = uid if settings.run_dir == DEFAULT_RUN_DIR else 0
         write_credentials(path, wanted, uid=owner)
@@ -88,8 +88,10 @@ def _write_private(path: Path, credentials: dict[str, str]) -> None:
     partial.replace(path)
 
 
-def _make_key(settings: Settings, *, python: Path, name: str) -> str:
-    """Only its hash is kept, so a key that was lost is replaced by another."""
+def make_key(settings: Settings, *, python: Path, name: str) -> str:
+    """A new key, made as the server's user. Only its hash is kept: a key that was lost is replaced by another."""
+    if not python.exists():
+        raise SetupRequired("cannot make an API key: cpuOS is not set up", f"there is no {python}", hint="cpuos up")
     rights = ["setpriv", "--reuid", "cpuos-server", "--regid", "cpuos", "--clear-groups", "--"]
     done = subprocess.run(
         [*rights, str(python), "-m", "cpuos.server", "key", name],

@@ -1,0 +1,65 @@
+"""The `try:` line as this user, on this machine, can paste it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+
+from cpuos.errors import CpuosError
+
+__all__ = ["as_root", "hint_of", "runnable"]
+
+# Commands that need root, at the start of a hint or of one of its parts.
+_PRIVILEGED = re.compile(
+    r"(?:^|(?<=&& )|(?<=; ))(?:sudo )?(cpuos (?:up|down|setup|uninstall)(?: --[a-z-]+)*)(?![^\s;])"
+)
+# What other front ends say after the command: "cpuos ls, then cpuos kill SANDBOX".
+_AFTERTHOUGHT = re.compile(r"^(cpuos [^,]*), (?:or|then) .*$")
+
+
+def as_root(command: str) -> str:
+    """The command for root: as it is for root, with sudo where there is one, else with su."""
+    if os.geteuid() == 0:
+        return command
+    return f"sudo {command}" if shutil.which("sudo") else f"su -c {shlex.quote(command)}"
+
+
+def runnable(hint: str) -> str:
+    """A hint with root's commands as this user gives them."""
+    if hint.startswith("sudo "):
+        return as_root(hint.removeprefix("sudo "))
+    return _PRIVILEGED.sub(lambda match: as_root(match[1]), _AFTERTHOUGHT.sub(r"\1", hint))
+
+
+def hint_of(error: CpuosError) -> str:
+    """What to try after this error, from a shell."""
+    match error.code:
+        case "key_missing":
+            return _way_to_a_key()
+        case "key_invalid" if os.environ.get("CPUOS_API_KEY"):
+            return "unset CPUOS_API_KEY"
+        case "key_invalid":
+            return _way_to_a_key()
+        case "capacity_exceeded":
+            return _what_fits(error)
+    return runnable(error.hint)
+
+
+def _way_to_a_key() -> str:
+    """`up` writes one for the user behind sudo; without sudo nobody is told apart, so root makes one by name."""
+    if os.geteuid() == 0 or shutil.which("sudo"):
+        return as_root("cpuos up")
+    return f"export CPUOS_API_KEY=$({as_root('cpuos key create my-key')})"
+
+
+def _what_fits(error: CpuosError) -> str:
+    """A smaller sandbox where the one that was asked for would never fit; else what takes the room."""
+    short = error.details.get("short")
+    options = []
+    for name, row in (short if isinstance(short, dict) else {}).items():
+        option = {"cpu": "--cpu", "memory_mib": "--memory", "disk_mib": "--disk"}.get(name)
+        if option and row["asked"] > row["total"]:
+            options += [option, f"{row['total']:.0f}" if name == "cpu" else f"{int(row['total'])}MiB"]
+    return " ".join(["cpuos create", *options]) if options else "cpuos ls"

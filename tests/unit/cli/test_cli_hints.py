@@ -1,0 +1,73 @@
+"""`try:` lines that this user can paste."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from cpuos.cli.hints import hint_of, runnable
+from cpuos.errors import AuthenticationError, CapacityExceeded, Unavailable
+
+
+@pytest.fixture(params=["root", "with sudo", "without sudo"])
+def user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if request.param == "root" else 1000)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/sudo" if request.param == "with sudo" else None)
+    monkeypatch.delenv("CPUOS_API_KEY", raising=False)
+    return request.param
+
+
+def expected(user: str, command: str) -> str:
+    return {"root": command, "with sudo": f"sudo {command}", "without sudo": f"su -c '{command}'"}[user]
+
+
+@pytest.mark.parametrize("hint", ["cpuos up", "sudo cpuos up"])
+def test_root_s_commands(user: str, hint: str) -> None:
+    assert runnable(hint) == expected(user, "cpuos up")
+    assert hint_of(Unavailable("cannot reach", "refused", hint=hint)) == expected(user, "cpuos up")
+
+
+def test_parts_of_a_line_and_options(user: str) -> None:
+    assert runnable("rm key && cpuos up") == "rm key && " + expected(user, "cpuos up")
+    assert runnable("sudo cpuos uninstall --purge") == expected(user, "cpuos uninstall --purge")
+
+
+@pytest.mark.parametrize(
+    "hint", ["", "cpuos ls --all", "cpuos create", "cpuos upgrade", "cpuos doctor", "ls -l a/cpuos up"]
+)
+def test_other_hints_stay(user: str, hint: str) -> None:
+    assert runnable(hint) == hint
+
+
+def test_words_after_the_command_go() -> None:
+    assert runnable("cpuos ls, then cpuos kill SANDBOX; or ask for less") == "cpuos ls"
+    assert runnable("cpuos kill box, or use another name") == "cpuos kill box"
+
+
+def test_a_missing_key(user: str) -> None:
+    wanted = {
+        "root": "cpuos up",
+        "with sudo": "sudo cpuos up",
+        "without sudo": "export CPUOS_API_KEY=$(su -c 'cpuos key create my-key')",
+    }[user]
+    assert hint_of(AuthenticationError("no key", "", code="key_missing", hint="cpuos up")) == wanted
+
+
+def test_a_wrong_key_from_the_environment(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPUOS_API_KEY", "cpk_wrong")
+    assert hint_of(AuthenticationError("wrong key", "", hint="check it")) == "unset CPUOS_API_KEY"
+
+
+def test_no_room_names_what_fits() -> None:
+    short = {
+        "cpu": {"asked": 64, "free": 3, "total": 16.0},
+        "memory_mib": {"asked": 99999, "free": 1, "total": 12000.5},
+        "disk_mib": {"asked": 8192, "free": 1, "total": 9000},
+    }
+    error = CapacityExceeded("no room", "", hint="cpuos create with at most …", details={"short": short})
+    assert hint_of(error) == "cpuos create --cpu 16 --memory 12000MiB"
+    del short["cpu"], short["memory_mib"]
+    assert hint_of(error) == "cpuos ls"
+    assert hint_of(CapacityExceeded("no room", "")) == "cpuos ls"
