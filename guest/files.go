@@ -257,6 +257,20 @@ func (a *agent) moveFile(r *request) any {
 	return a.seen(to, who, "stat", false)
 }
 
+const procFileSystem = 0x9fa0 // statfs(2): PROC_SUPER_MAGIC
+
+// demandRemovable refuses the root and what the kernel only shows: below /proc are doors to the root again.
+func demandRemovable(p string) error {
+	var system syscall.Statfs_t
+	if err := syscall.Statfs(p, &system); err != nil {
+		return err
+	}
+	if path.Clean(p) == "/" || system.Type == procFileSystem {
+		return syscall.EBUSY
+	}
+	return nil
+}
+
 func (a *agent) removeFile(r *request) any {
 	p, who := a.target(r, "path")
 	recursive := r.flag("recursive", false)
@@ -266,6 +280,7 @@ func (a *agent) removeFile(r *request) any {
 		case !file.IsDir():
 			check(syscall.Unlink(p))
 		case recursive:
+			check(demandRemovable(p))
 			check(os.RemoveAll(p))
 		default:
 			check(syscall.Rmdir(p))

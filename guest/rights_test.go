@@ -61,3 +61,13 @@ func TestTreesAreWholeOrRefused(t *testing.T) {
 		t.Error("a part of a refused move is left")
 	}
 }
+
+// Asked of the guard alone: a test whose failure would remove the machine it runs on is none.
+func TestNeitherTheRootNorProcIsRemoved(t *testing.T) {
+	for _, path := range []string{"/", "//", "/./", "/proc", "/proc/self", "/proc/self/fd"} {
+		if err := demandRemovable(path); err != syscall.EBUSY {
+			t.Errorf("%s: %v", path, err)
+		}
+	}
+	must(t, demandRemovable(t.TempDir()))
+}
