@@ -98,7 +98,7 @@ def _download(sandbox: Sandbox, path: str, *, target: str, user: str | None) -> 
         target = os.path.join(target, os.path.basename(path.rstrip("/")) or "root")
     _check_parent(target)
     report = sandbox.files.download(path, target, **_as(user))
-    return target, [*report.skipped, *(_special_files(sandbox, path, user=user) if report.folders else ())]
+    return target, [*report.skipped, *(_special_files(sandbox, path, user=user) if os.path.isdir(target) else ())]
 
 
 def _check_parent(target: str) -> None:

@@ -15,8 +15,9 @@ __all__ = ["as_root", "hint_of", "runnable"]
 _PRIVILEGED = re.compile(
     r"(?:^|(?<=&& )|(?<=; ))(?:sudo )?(cpuos (?:up|down|setup|uninstall)(?: --[a-z-]+)*)(?![^\s;])"
 )
-# What other front ends say after the command: "cpuos ls, then cpuos kill SANDBOX".
-_AFTERTHOUGHT = re.compile(r"^(cpuos [^,]*), (?:or|then) .*$")
+# What other front ends say after the command: "cpuos ls, then cpuos kill SANDBOX", "cpuos status; cpuos up".
+_AFTERTHOUGHT = re.compile(r"^(cpuos [^,;'\"]*?)(?:[,;] | tells | shows ).*$")
+_EXAMPLE = re.compile(r"^for example ([a-z_]+)=(\S+)$")
 
 
 def as_root(command: str) -> str:
@@ -42,6 +43,10 @@ def hint_of(error: CpuosError) -> str:
             return "unset CPUOS_API_KEY"
         case "key_invalid":
             return _way_to_a_key()
+        case "sandbox_lost" | "sandbox_stopped" if "SANDBOX" in error.hint:
+            return "cpuos ls --all"
+        case "invalid_request" if error.what.startswith("cannot create sandbox") and _EXAMPLE.match(error.hint):
+            return _EXAMPLE.sub(lambda found: f"cpuos create --{found[1].replace('_', '-')} {found[2]}", error.hint)
         case "capacity_exceeded":
             return _what_fits(error)
     return runnable(error.hint)

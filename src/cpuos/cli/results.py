@@ -29,7 +29,7 @@ def exit_code_of(status: str, *, exit_code: int | None, signal: int | None) -> i
 
 def describe_end(ended: Result | Command, *, memory_mib: int | None = None) -> str:
     """What an exit code alone does not say, with its numbers; empty where it says everything."""
-    after = "" if ended.duration_s is None else f" after {round(ended.duration_s, 1):g} s"
+    after = f" after {round(ended.duration_s, 1):g} s" if ended.duration_s and ended.duration_s >= 0.1 else ""
     match ended.status:
         case "exited":
             return ended.reason

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from cpuos.cli.hints import hint_of, runnable
-from cpuos.errors import AuthenticationError, CapacityExceeded, Unavailable
+from cpuos.errors import AuthenticationError, CapacityExceeded, InvalidRequest, SandboxGone, Unavailable
 
 
 @pytest.fixture(params=["root", "with sudo", "without sudo"])
@@ -44,6 +44,21 @@ def test_other_hints_stay(user: str, hint: str) -> None:
 def test_words_after_the_command_go() -> None:
     assert runnable("cpuos ls, then cpuos kill SANDBOX; or ask for less") == "cpuos ls"
     assert runnable("cpuos kill box, or use another name") == "cpuos kill box"
+    assert runnable("cpuos status; cpuos up") == "cpuos status"
+    assert runnable("cpuos ps --all box shows what is") == "cpuos ps --all box"
+    assert runnable("cpuos exec box 'ls; echo a, b'") == "cpuos exec box 'ls; echo a, b'"
+
+
+def test_words_of_the_sdk_become_options() -> None:
+    error = InvalidRequest("cannot create sandbox: max_processes = 0", "", hint="for example max_processes=512")
+    assert hint_of(error) == "cpuos create --max-processes 512"
+    assert hint_of(InvalidRequest("cannot write", "", hint="for example mode=0o644")) == "for example mode=0o644"
+
+
+def test_a_sandbox_that_died_is_looked_up() -> None:
+    assert hint_of(SandboxGone("it died", "", code="sandbox_lost", hint="cpuos audit --sandbox SANDBOX tells")) == (
+        "cpuos ls --all"
+    )
 
 
 def test_a_missing_key(user: str) -> None:

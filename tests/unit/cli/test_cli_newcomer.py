@@ -127,6 +127,7 @@ def ended(status: str, **values: Any) -> Any:
         (ended("signalled", signal=99, duration_s=None), "the command was ended by signal 99"),
         (ended("oom_killed"), "the command ran out of the sandbox's memory of 512 MiB after 2 s (signal 9 (SIGKILL))"),
         (ended("killed", reason="by hand"), "the command was killed after 2 s: by hand"),
+        (ended("signalled", signal=15, duration_s=0.01), "the command was ended by signal 15 (SIGTERM)"),
         (ended("limited", duration_s=1.26), "the command ended as limited after 1.3 s"),
     ],
 )
@@ -155,7 +156,8 @@ class Files:
         self.problem = problem
 
     def download(self, path: str, target: str) -> TransferReport:
-        return TransferReport(files=1, folders=1)
+        Path(target).mkdir(exist_ok=True)
+        return TransferReport(files=1)
 
     def list(self, path: str, *, depth: int) -> list[Any]:
         if self.problem:
@@ -182,7 +184,7 @@ def test_cp_names_what_it_left_out(files: Files, tmp_path: Path, capsys: pytest.
     assert [entry["path"] for entry in left_out] == ["/data/pipe"]
     assert captured.err == "left out: /data/pipe: neither file, folder nor symbolic link\n"
     files.problem = FileProblem("cannot list", "it has too many entries", code="limit_reached")
-    assert main(["cp", "box:/data", str(tmp_path / "new")]) == 0
+    assert main(["cp", "box:/data/.", str(tmp_path / "new")]) == 0
     assert "could not be looked for: it has too many entries" in capsys.readouterr().err
 
 
