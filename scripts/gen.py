@@ -47,11 +47,18 @@ def cli() -> str:
     return render()
 
 
+def sdk() -> str:
+    from gen_sdk import render
+
+    return render()
+
+
 # name: (path, what makes it)
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "openapi": ("api/openapi.json", openapi),
     "errors": ("docs/reference/errors.md", errors),
     "cli": ("docs/reference/cli.md", cli),
+    "sdk": ("docs/reference/sdk.md", sdk),
 }
 
 

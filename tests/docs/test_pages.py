@@ -61,6 +61,16 @@ def test_command_line_page_is_generated() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_sdk_page_is_generated() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/gen.py", "--check", "sdk"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (DOCS / "reference" / "sdk.md").read_text()
+    for name in ("PIPE", "Sandbox.connect", "Sandbox.list", "### set_timeout", "### watch", "### pty", "## Errors"):
+        assert name in page, name
+
+
 def test_records_of_decisions_are_numbered_and_have_their_parts() -> None:
     pages = sorted((DOCS / "adr").glob("*.md"))
     assert pages

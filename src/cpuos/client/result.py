@@ -43,10 +43,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
+        """It exited with code 0."""
         return self.status is CommandStatus.EXITED and self.exit_code == 0
 
     @property
     def truncated(self) -> bool:
+        """Some output stands in neither `stdout` nor `stderr`: the numbers of dropped bytes say how much."""
         return bool(self.stdout_dropped_bytes or self.stderr_dropped_bytes)
 
     def check(self) -> Result:

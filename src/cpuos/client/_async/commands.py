@@ -28,6 +28,7 @@ class AsyncCommands:
 
     @property
     def sandbox_id(self) -> str:
+        """Id of the sandbox."""
         return self._gateway.sandbox_id
 
     def __repr__(self) -> str:

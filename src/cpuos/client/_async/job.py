@@ -62,6 +62,7 @@ class AsyncJob:
 
     @property
     def status(self) -> CommandStatus:
+        """`running`, or how it ended, as last read."""
         return self.info.status
 
     def __repr__(self) -> str:

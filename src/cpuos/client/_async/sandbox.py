@@ -109,7 +109,10 @@ class AsyncSandbox:
 
     @classmethod
     async def connect(cls, ref: str, *, client: AsyncClient | None = None) -> AsyncSandbox:
-        """An existing sandbox by id, name or unique prefix of its id."""
+        """An existing sandbox by id, name or unique prefix of its id.
+
+        Of one that has ended the commands and their output can be read; all else raises SandboxGone with the reason.
+        """
         used = client or AsyncClient()
         try:
             answer = await used.server.call("GET", _path(ref))
@@ -252,10 +255,12 @@ class AsyncSandbox:
 
     @property
     def id(self) -> str:
+        """Twenty letters and digits; its first four or more name it in the command line."""
         return self._info.id
 
     @property
     def name(self) -> str | None:
+        """As given at its creation."""
         return self._info.name
 
     @property
@@ -265,14 +270,17 @@ class AsyncSandbox:
 
     @property
     def isolation(self) -> Isolation | None:
+        """How it is kept apart from the host: `microvm`, `gvisor`, `emulated`."""
         return self._info.isolation
 
     @property
     def isolation_detail(self) -> str:
+        """More on the isolation, as the node tells it."""
         return self._info.isolation_detail
 
     @property
     def expires_at(self) -> datetime | None:
+        """When it is killed, unless `set_timeout` changes that."""
         return self._info.expires_at
 
     @property

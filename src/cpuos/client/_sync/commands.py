@@ -29,6 +29,7 @@ class Commands:
 
     @property
     def sandbox_id(self) -> str:
+        """Id of the sandbox."""
         return self._gateway.sandbox_id
 
     def __repr__(self) -> str:

@@ -63,6 +63,7 @@ class Job:
 
     @property
     def status(self) -> CommandStatus:
+        """`running`, or how it ended, as last read."""
         return self.info.status
 
     def __repr__(self) -> str:

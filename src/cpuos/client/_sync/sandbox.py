@@ -110,7 +110,10 @@ class Sandbox:
 
     @classmethod
     def connect(cls, ref: str, *, client: Client | None = None) -> Sandbox:
-        """An existing sandbox by id, name or unique prefix of its id."""
+        """An existing sandbox by id, name or unique prefix of its id.
+
+        Of one that has ended the commands and their output can be read; all else raises SandboxGone with the reason.
+        """
         used = client or Client()
         try:
             answer = used.server.call("GET", _path(ref))
@@ -253,10 +256,12 @@ class Sandbox:
 
     @property
     def id(self) -> str:
+        """Twenty letters and digits; its first four or more name it in the command line."""
         return self._info.id
 
     @property
     def name(self) -> str | None:
+        """As given at its creation."""
         return self._info.name
 
     @property
@@ -266,14 +271,17 @@ class Sandbox:
 
     @property
     def isolation(self) -> Isolation | None:
+        """How it is kept apart from the host: `microvm`, `gvisor`, `emulated`."""
         return self._info.isolation
 
     @property
     def isolation_detail(self) -> str:
+        """More on the isolation, as the node tells it."""
         return self._info.isolation_detail
 
     @property
     def expires_at(self) -> datetime | None:
+        """When it is killed, unless `set_timeout` changes that."""
         return self._info.expires_at
 
     @property
