@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-const killTime = 2 * time.Second
+const killTime = 5 * time.Second // of a fork bomb on a busy machine; most trees are gone at once
 
 // process is one line of the walk: enough to tell whose tree it belongs to.
 type process struct {

@@ -29,7 +29,9 @@ def create(
     cpu: Annotated[int | None, typer.Option(help="CPUs (default 2).")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory, such as 512MiB or 4GiB (default 2GiB).")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk, such as 8GiB (default).")] = None,
-    max_processes: Annotated[int | None, typer.Option(help="Most processes at once (default 512).")] = None,
+    max_processes: Annotated[
+        int | None, typer.Option(help="Most processes at once (default 512, or one for each 2 MiB of memory).")
+    ] = None,
     timeout: Annotated[str | None, typer.Option(help="Session length, then it is killed (default 15m).")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE; may be repeated.")] = None,
     task: Annotated[str | None, typer.Option(help="Id of the task that owns it, in your application.")] = None,

@@ -63,11 +63,19 @@ class SandboxCreate(Request):
     cpu: int = Field(2, ge=1, le=64)
     memory_mib: int = Field(2048, ge=128, le=1 << 20)
     disk_mib: int = Field(8192, ge=64, le=1 << 22)
-    max_processes: int = Field(512, ge=16, le=32768)
+    max_processes: int = Field(
+        default_factory=lambda data: _processes_for(data.get("memory_mib", 2048)), ge=16, le=32768
+    )
+    """512, or what the memory bears: one process for each 2 MiB."""
     timeout_s: float = Field(900, gt=0, le=30 * 86400)
     """Session length from create; the sandbox is killed when it ends."""
     labels: dict[LabelKey, Label] = Field(default_factory=dict, max_length=64)
     task: Annotated[str, StringConstraints(max_length=128)] | None = None
+
+
+def _processes_for(memory_mib: int) -> int:
+    # The smallest program costs gVisor about 1 MiB: a fork bomb should meet the process limit before the memory limit.
+    return min(512, memory_mib // 2)
 
 
 class SandboxUpdate(Request):
