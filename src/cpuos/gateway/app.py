@@ -60,8 +60,9 @@ ROUTES = (
 def _say_what_to_try(call: Call, error: Exception) -> None:
     """A pasteable step for what the agent refused: it knows neither the sandbox's id nor our commands."""
     sandbox = call.values.get("sandbox")
-    if not isinstance(error, CpuosError) or error.hint or sandbox is None:
+    if not isinstance(error, CpuosError) or sandbox is None or not sandbox.isalnum():
         return
+    error.hint = error.lines()[2].replace("SANDBOX", sandbox)
     if error.code == "user_not_found":
         error.hint = f"cpuos exec {sandbox} cut -d: -f1 /etc/passwd"
     elif error.details.get("agent_code") == "cwd_not_found":

@@ -51,8 +51,8 @@ class Slots:
         taken = self._taken.get(name, 0)
         if taken >= limit:
             raise LimitReached(
-                f"cannot open another of the sandbox's {name}: {limit} are open",
-                f"a sandbox has at most {limit} {name} at once",
+                f"cannot open another of the sandbox's {name}",
+                f"{limit} are open, and a sandbox has at most so many at once",
                 details={"limit": name, "value": limit},
             )
         self._taken[name] = taken + 1

@@ -118,7 +118,7 @@ def test_check_raises_with_the_result(api: FakeApi) -> None:
     with Sandbox.create() as sbx, pytest.raises(CommandFailed) as caught:
         sbx.exec("x", check=True)
     assert (caught.value.code, caught.value.result.exit_code) == ("command_failed", 1)
-    assert str(caught.value) == "command command000000000 failed: exit code 1\nValueError: no"
+    assert str(caught.value).startswith("command command000000000 failed: exit code 1\nValueError: no\ntry: ")
 
 
 def test_timed_out_is_a_result_with_output(api: FakeApi) -> None:

@@ -69,4 +69,5 @@ async def test_provoked_errors_have_three_lines(client: DataClient) -> None:
         error = answer.json()["error"]
         assert all(error[line].strip() for line in ("what", "why", "try")), error
         assert error["why"] not in error["what"], error
+    assert answers[6].json()["error"]["try"] == f"cpuos ps {client.base.split('/')[3]}"
     assert answers[8].json()["error"]["try"].startswith(f"cpuos exec {client.base.split('/')[3]} ls -la /none")
