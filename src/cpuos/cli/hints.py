@@ -66,5 +66,7 @@ def _what_fits(error: CpuosError) -> str:
     for name, row in (short if isinstance(short, dict) else {}).items():
         option = {"cpu": "--cpu", "memory_mib": "--memory", "disk_mib": "--disk"}.get(name)
         if option and row["asked"] > row["total"]:
-            options += [option, f"{row['total']:.0f}" if name == "cpu" else f"{int(row['total'])}MiB"]
+            if row["free"] < 1:
+                return "cpuos ls"
+            options += [option, f"{row['free']:.0f}" if name == "cpu" else f"{int(row['free'])}MiB"]
     return " ".join(["cpuos create", *options]) if options else "cpuos ls"

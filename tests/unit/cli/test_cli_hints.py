@@ -78,11 +78,13 @@ def test_a_wrong_key_from_the_environment(user: str, monkeypatch: pytest.MonkeyP
 def test_no_room_names_what_fits() -> None:
     short = {
         "cpu": {"asked": 64, "free": 3, "total": 16.0},
-        "memory_mib": {"asked": 99999, "free": 1, "total": 12000.5},
+        "memory_mib": {"asked": 99999, "free": 800.5, "total": 12000.5},
         "disk_mib": {"asked": 8192, "free": 1, "total": 9000},
     }
     error = CapacityExceeded("no room", "", hint="cpuos create with at most …", details={"short": short})
-    assert hint_of(error) == "cpuos create --cpu 16 --memory 12000MiB"
+    assert hint_of(error) == "cpuos create --cpu 3 --memory 800MiB"
+    short["cpu"]["free"] = 0
+    assert hint_of(error) == "cpuos ls"
     del short["cpu"], short["memory_mib"]
     assert hint_of(error) == "cpuos ls"
     assert hint_of(CapacityExceeded("no room", "")) == "cpuos ls"
