@@ -111,6 +111,6 @@ def test_parts_die_while_sandboxes_are_made(instance, client: Client) -> None:
         worker.join(120)
     for box in Sandbox.list(client=client):
         if box.state.value in {"creating", "running"}:
-            box.kill()
+            Sandbox.connect(box.id, client=client).kill()
     wait_for_no_leftovers(instance)
     assert {box.state.value for box in Sandbox.list(state="all", client=client)} <= {"stopped", "failed", "lost"}

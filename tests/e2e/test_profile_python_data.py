@@ -179,9 +179,9 @@ def test_nothing_is_written_before_the_script_starts(folder: Path, capsys: pytes
         (["--input", "sales.csv", "--script", "sales.csv", "--timeout", "soon"], "cannot read --timeout"),
         (["--script", "sales.csv", "--template", "no-such"], "no-such"),
     ]:
-        assert main(["profile", "run", "python-data", *arguments]) == 1
+        assert main(["profile", "run", "python-data", *arguments]) == 125
         assert text in capsys.readouterr().err
-    assert main(["profile", "run", "no-such", "--script", "sales.csv"]) == 1
+    assert main(["profile", "run", "no-such", "--script", "sales.csv"]) == 125
     assert os.listdir(folder) == ["sales.csv"]
 
 

@@ -22,6 +22,7 @@ log = structlog.get_logger("cpuos.node")
 
 REQUEST_BYTES = 1024
 IDLE_S = 60.0
+REFUSED_S = 1.0
 BACKLOG = 128
 
 
@@ -65,6 +66,9 @@ class DialServer:
                     check_peer(connection, allowed_uids=self._allowed_uids)
                 except Forbidden as refusal:
                     connection.send(json.dumps(refusal.body()).encode())
+                    # Closed with a packet unread, the connection would be reset, and the refusal lost with it.
+                    async with asyncio.timeout(REFUSED_S):
+                        await _receive(connection)
                     return
                 while packet := await _receive(connection):
                     await self._answer(connection, packet)

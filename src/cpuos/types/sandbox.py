@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, ValidationInfo, field_validator
 
 from cpuos.types.base import Answer, Request
 
@@ -63,19 +63,18 @@ class SandboxCreate(Request):
     cpu: int = Field(2, ge=1, le=64)
     memory_mib: int = Field(2048, ge=128, le=1 << 20)
     disk_mib: int = Field(8192, ge=64, le=1 << 22)
-    max_processes: int = Field(
-        default_factory=lambda data: _processes_for(data.get("memory_mib", 2048)), ge=16, le=32768
-    )
+    max_processes: int = Field(None, validate_default=True, ge=16, le=32768)
     """512, or what the memory bears: one process for each 2 MiB."""
     timeout_s: float = Field(900, gt=0, le=30 * 86400)
     """Session length from create; the sandbox is killed when it ends."""
     labels: dict[LabelKey, Label] = Field(default_factory=dict, max_length=64)
     task: Annotated[str, StringConstraints(max_length=128)] | None = None
 
-
-def _processes_for(memory_mib: int) -> int:
-    # The smallest program costs gVisor about 1 MiB: a fork bomb should meet the process limit before the memory limit.
-    return min(512, memory_mib // 2)
+    @field_validator("max_processes", mode="before")
+    @classmethod
+    def _processes_for_memory(cls, value: object, info: ValidationInfo) -> object:
+        # The smallest program costs gVisor about 1 MiB: a fork bomb should meet the process limit before the memory's.
+        return min(512, info.data.get("memory_mib", 2048) // 2) if value is None else value
 
 
 class SandboxUpdate(Request):

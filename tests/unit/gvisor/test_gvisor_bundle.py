@@ -78,7 +78,7 @@ def test_limits_and_namespaces(tmp_path):
 def test_root_layer_is_on_disk_and_bounded(tmp_path):
     annotations = written(tmp_path)["annotations"]
     assert annotations["dev.gvisor.spec.rootfs.overlay"] == "dir=/d/overlay"
-    assert annotations["dev.gvisor.spec.rootfs.options"] == "size=2048m"
+    assert annotations["dev.gvisor.spec.rootfs.options"] == "size=2068m"
     flags = runsc_flags(root=tmp_path, overlay=Path("/d/overlay"), log=tmp_path / "l", panic_log=tmp_path / "p")
     assert "root:dir=/d/overlay" in flags
     assert "--host-uds" not in flags
