@@ -149,3 +149,23 @@ def test_mount_namespace_is_kept_found_again_and_given_up(tmp_path):
     assert not os.path.ismount(tmp_path / "run")
     assert run("third") == "False"
     run("release")
+
+
+@pytest.mark.parametrize("outer", sorted(os.sched_getaffinity(0)))
+@pytest.mark.parametrize("inner", sorted(os.sched_getaffinity(0)))
+def test_mount_namespace_is_made_inside_another(tmp_path, outer, inner):
+    """In a container, whichever processors the two are made on: some kernels number them apart."""
+    script = textwrap.dedent("""
+        import os, sys
+        from pathlib import Path
+        from cpuos.node import syscalls
+        from cpuos.node.storage import enter_mount_namespace, release_mount_namespace
+        os.sched_setaffinity(0, {int(sys.argv[2])})
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+        syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_SLAVE)
+        os.sched_setaffinity(0, {int(sys.argv[3])})
+        enter_mount_namespace(Path(sys.argv[1]))
+        assert os.sched_getaffinity(0) == {int(sys.argv[3])}
+    """)
+    command = [sys.executable, "-c", script, str(tmp_path / "run" / "mnt"), str(outer), str(inner)]
+    subprocess.run(command, check=True)

@@ -6,9 +6,11 @@ removes them all.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
+from typing import NoReturn
 
 from cpuos.errors import PlatformError
 from cpuos.node import syscalls
@@ -73,24 +75,47 @@ def _make_private(folder: Path) -> None:
 
 
 def _unshare_and_keep(path: Path) -> None:
-    """The file must be mounted in the namespace that is left, so a child stays behind to do it."""
-    ready_read, ready_write = os.pipe()
+    """The file must be mounted in the namespace that is left, so a child stays behind to do it.
+
+    Linux mounts only namespaces with a higher number than the one they are mounted in, and gives each processor numbers
+    of its own (fs/namespace.c mnt_ns_loop, 6.18): inside a container the first try may have a lower one. The processor
+    that made the outer namespace gives higher ones for sure, so each is tried.
+    """
+    allowed = os.sched_getaffinity(0)
+    ask_read, ask_write = os.pipe()
+    told_read, told_write = os.pipe()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        status = 1
-        try:
-            os.close(ready_write)
-            os.read(ready_read, 1)
-            syscalls.mount(f"/proc/{parent}/ns/mnt", str(path), flags=syscalls.MS_BIND)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(ready_read)
+        os.close(ask_write)
+        _mount_when_asked(path, parent=parent, asked=ask_read, told=told_write)
+    os.close(ask_read)
+    os.close(told_write)
     try:
-        syscalls.unshare(syscalls.CLONE_NEWNS)
+        for processor in range(os.cpu_count() or 1):
+            with contextlib.suppress(OSError):  # not one of ours
+                os.sched_setaffinity(0, {processor})
+            syscalls.unshare(syscalls.CLONE_NEWNS)
+            os.write(ask_write, b"?")
+            if os.read(told_read, 1) == b"y":
+                return
     finally:
-        os.close(ready_write)
-        _, status = os.waitpid(child, 0)
-    if status != 0:
-        raise OSError(f"the namespace could not be mounted on {path}")
+        os.close(ask_write)
+        os.close(told_read)
+        os.waitpid(child, 0)
+        os.sched_setaffinity(0, allowed)
+    raise OSError(f"the namespace could not be mounted on {path}")
+
+
+def _mount_when_asked(path: Path, *, parent: int, asked: int, told: int) -> NoReturn:
+    """The child's part: one try for each byte, until the parent closes its end."""
+    try:
+        while os.read(asked, 1):
+            try:
+                syscalls.mount(f"/proc/{parent}/ns/mnt", str(path), flags=syscalls.MS_BIND)
+            except OSError:
+                os.write(told, b"n")
+            else:
+                os.write(told, b"y")
+    finally:
+        os._exit(0)
