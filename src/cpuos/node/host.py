@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["boot_id", "cpu_count", "free_disk_mib", "held_disk_mib", "memory_mib", "start_time"]
+__all__ = ["boot_id", "cpu_count", "free_disk_mib", "held_disk_mib", "memory_mib"]
 
 
 def boot_id() -> str:
@@ -35,14 +35,3 @@ def held_disk_mib(disks: Path) -> int:
         except FileNotFoundError:  # removed meanwhile
             continue
     return held >> 20
-
-
-def start_time(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat; None when there is no such process or it is a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name in parentheses may hold spaces and parentheses; the fields after it may not.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cpuos.errors import PlatformError
-from cpuos.node.host import start_time
 from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import Capability, Probe, Process, RuntimeStats, SandboxSpec
+from cpuos.runtimes.processes import find_process, open_process
 from cpuos.testing.fake_process import readable
 from cpuos.testing.fake_resources import AGENT_SOCKET
 from cpuos.types.sandbox import Isolation
@@ -57,12 +57,13 @@ class FakeRuntime:
         if "pid" not in answer:
             await self.destroy(spec.id)
             raise PlatformError(f"cannot start sandbox: {spec.id}", str(answer.get("error")))
-        process = Process(pid=int(answer["pid"]), start_time=start_time(int(answer["pid"])) or 0)
+        pid = int(answer["pid"])
+        process = find_process(pid) or Process(pid=pid, start_time=0)
         self._write_process(spec.id, process)
         return process
 
     async def adopt(self, spec: SandboxSpec, process: Process) -> bool:
-        if start_time(process.pid) != process.start_time:
+        if find_process(process.pid) != process:
             return False
         self._write_process(spec.id, process)
         return True
@@ -71,7 +72,7 @@ class FakeRuntime:
         process = self._read_process(sandbox_id)
         if process is None:
             return "its process is gone"
-        descriptor = _open_process(process)
+        descriptor = open_process(process)
         if descriptor is not None:
             try:
                 await readable(descriptor)
@@ -81,7 +82,7 @@ class FakeRuntime:
 
     async def destroy(self, sandbox_id: str) -> None:
         process = self._read_process(sandbox_id)
-        descriptor = _open_process(process) if process is not None else None
+        descriptor = open_process(process) if process is not None else None
         if descriptor is not None:
             try:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -138,15 +139,3 @@ class FakeRuntime:
 
 def _resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _open_process(process: Process) -> int | None:
-    """A pidfd of exactly this process, however often its number was used since."""
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return None
-    if start_time(process.pid) == process.start_time:
-        return descriptor
-    os.close(descriptor)
-    return None

@@ -24,6 +24,7 @@ from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
 from cpuos.runtimes.gvisor.version import RUNSC_VERSION
 from cpuos.runtimes.gvisor.watchdog import MemoryWatchdog, OomKill, VictimWorker
 from cpuos.runtimes.limits import ControlGroups
+from cpuos.runtimes.processes import find_process, open_process
 from cpuos.types.sandbox import Isolation
 
 __all__ = ["GvisorRuntime"]
@@ -76,7 +77,7 @@ class GvisorRuntime:
     async def adopt(self, spec: SandboxSpec, process: Process) -> bool:
         if spec.id in self._running:
             return True
-        pidfd = _open_process(process)
+        pidfd = open_process(process)
         if pidfd is None:
             return False
         await self._worker.start()
@@ -162,8 +163,8 @@ class GvisorRuntime:
                 f"runsc ended with {status}: {_last_error(logs)}",
                 hint="cpuos doctor",
             )
-        process = _identify(int(pid_file.read_text()))
-        pidfd = _open_process(process) if process is not None else None
+        process = find_process(int(pid_file.read_text()))
+        pidfd = open_process(process) if process is not None else None
         if process is None or pidfd is None:
             raise PlatformError(f"cannot start sandbox {spec.id}", "its process ended at once")
         self._watch(spec, pidfd)
@@ -229,30 +230,6 @@ class GvisorRuntime:
         names = (f"{sandbox_id}_sandbox:{sandbox_id}.state", f"{sandbox_id}_sandbox:{sandbox_id}.lock")
         for name in (*names, f"runsc-{sandbox_id}.sock"):
             (self._runsc.root / name).unlink(missing_ok=True)
-
-
-def _identify(pid: int) -> Process | None:
-    """The process now behind this number, unless it is dead (a zombie counts as dead)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The name in brackets may hold spaces and brackets: fields count from the last one.
-    fields = text[text.rindex(")") + 2 :].split()
-    state, start_time = fields[0], int(fields[19])
-    return None if state in "ZX" else Process(pid=pid, start_time=start_time)
-
-
-def _open_process(process: Process) -> int | None:
-    """A descriptor of exactly this process: the number is checked again once the descriptor holds it."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except OSError:
-        return None
-    if _identify(process.pid) == process:
-        return pidfd
-    os.close(pidfd)
-    return None
 
 
 def _panic(path: Path) -> str:

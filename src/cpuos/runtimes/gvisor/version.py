@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-__all__ = ["RUNSC_VERSION", "has_pinned_version"]
+from cpuos.settings import RUNSC_VERSION
 
-RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
+__all__ = ["RUNSC_VERSION", "has_pinned_version"]
 
 # A Go program carries the versions of its modules as tab-separated lines (debug/buildinfo); one built by `go install`
 # has no other mark of its version.

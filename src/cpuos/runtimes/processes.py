@@ -1,0 +1,33 @@
+"""A host process for good: its number with its start time, so that a number used again is never taken for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cpuos.runtimes.base import Process
+
+__all__ = ["find_process", "open_process"]
+
+
+def find_process(pid: int) -> Process | None:
+    """The process now behind this number, unless it is dead (a zombie counts as dead)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name in brackets may hold spaces and brackets: fields count from the last one.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else Process(pid=pid, start_time=int(fields[19]))
+
+
+def open_process(process: Process) -> int | None:
+    """A descriptor of exactly this process: the number is checked again once the descriptor holds it."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    if find_process(process.pid) == process:
+        return pidfd
+    os.close(pidfd)
+    return None
