@@ -103,25 +103,30 @@ class ControlGroups:
     def kill(self, sandbox_id: str) -> None:
         """SIGKILL all processes of the sandbox, until none is left or the time is up."""
         deadline = time.monotonic() + _END_S
-        while time.monotonic() < deadline:
-            for group in self._groups(sandbox_id):
-                try:
-                    (group / "cgroup.kill").write_text("1")
-                except OSError:
-                    pass  # v1, or gone
-            processes = self.processes(sandbox_id)
-            if not processes:
-                return
-            for pid in processes:
-                try:
-                    # The number was read in this moment from a group that only this sandbox's processes are in.
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+        while time.monotonic() < deadline and self._kill_members(sandbox_id):
             time.sleep(_STEP_S)
 
+    def _kill_members(self, sandbox_id: str) -> bool:
+        """One round; False when there was none left."""
+        for group in self._groups(sandbox_id):
+            try:
+                (group / "cgroup.kill").write_text("1")
+            except OSError:
+                pass  # v1, or gone
+        processes = self.processes(sandbox_id)
+        for pid in processes:
+            try:
+                # The number was read in this moment from a group that only this sandbox's processes are in.
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        return bool(processes)
+
     def remove(self, sandbox_id: str) -> None:
-        """Remove the sandbox's groups, which must be empty; a process on its way out gets some time."""
+        """Remove the sandbox's groups, which must be empty; a process on its way out gets some time.
+
+        A start that nobody waits for any more may put another process in meanwhile: that is killed too.
+        """
         deadline = time.monotonic() + _END_S
         for group in self._groups(sandbox_id):
             while True:
@@ -133,6 +138,7 @@ class ControlGroups:
                 except OSError as problem:
                     if problem.errno != errno.EBUSY or time.monotonic() > deadline:
                         raise
+                    self._kill_members(sandbox_id)
                     time.sleep(_STEP_S)
 
     def remove_parent(self) -> None:
