@@ -15,6 +15,7 @@ import pytest
 
 from cpuos.errors import CpuosError
 from cpuos.node.client import DialClient, LocalNodeClient
+from cpuos.runtimes.processes import find_process
 from cpuos.settings import Settings
 from cpuos.testing.daemons import DaemonForker, NodeDaemon
 from cpuos.testing.faults import assert_nothing_left
@@ -79,7 +80,10 @@ async def test_a_killed_daemon_finds_its_sandboxes_again(daemon, settings, askin
         dialled.socket.close()
         pids = fake_parts(settings).runtimes["fake"]
         first.process.kill()
-    os.kill(pids._read_process(B).pid, signal.SIGKILL)
+    killed = pids._read_process(B)
+    os.kill(killed.pid, signal.SIGKILL)
+    while find_process(killed.pid) == killed:  # a signal is sent before it has been carried out
+        time.sleep(0.001)
     async with daemon() as second:
         found = {facts.id: facts for facts in await second.client.list()}
         assert found[A] == facts[0]
