@@ -83,7 +83,7 @@ async def test_a_killed_daemon_finds_its_sandboxes_again(daemon, settings, askin
     killed = pids._read_process(B)
     os.kill(killed.pid, signal.SIGKILL)
     while find_process(killed.pid) == killed:  # a signal is sent before it has been carried out
-        time.sleep(0.001)
+        await asyncio.sleep(0.001)
     async with daemon() as second:
         found = {facts.id: facts for facts in await second.client.list()}
         assert found[A] == facts[0]
