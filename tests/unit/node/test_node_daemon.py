@@ -82,7 +82,7 @@ async def test_a_killed_daemon_finds_its_sandboxes_again(daemon, settings, askin
         first.process.kill()
     killed = pids._read_process(B)
     os.kill(killed.pid, signal.SIGKILL)
-    while find_process(killed.pid) == killed:  # a signal is sent before it has been carried out
+    while find_process(killed.pid) == killed:  # noqa: ASYNC110 (the signal may not have been carried out)
         await asyncio.sleep(0.001)
     async with daemon() as second:
         found = {facts.id: facts for facts in await second.client.list()}
