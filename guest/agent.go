@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -25,6 +26,7 @@ type agent struct {
 	users    *userTable
 	children *reaper
 	started  time.Time
+	tunnels  atomic.Int32 // open ones
 
 	mu         sync.Mutex // guards the rest
 	generation int64
@@ -80,7 +82,7 @@ func (a *agent) authorized(header string) bool {
 	return ok && err == nil && a.sessionKey != nil && subtle.ConstantTimeCompare(key, a.sessionKey) == 1
 }
 
-// routes are all calls of the contract; ID stands for a command's id. What a handler gives is the answer's JSON.
+// routes are all calls of the contract; ID stands for a command's id or a port. What a handler gives is the answer's JSON.
 var routes = map[string]func(a *agent, r *request) any{
 	"POST /v1/identity":           (*agent).setIdentity,
 	"GET /v1/hello":               (*agent).hello,
@@ -92,6 +94,7 @@ var routes = map[string]func(a *agent, r *request) any{
 	"DELETE /v1/commands/ID":      (*agent).deleteCommand,
 	"POST /v1/commands/ID/attach": (*agent).attachCommand,
 	"POST /v1/commands/ID/kill":   (*agent).killCommand,
+	"POST /v1/ports/ID/connect":   (*agent).connectPort,
 	"GET /v1/files":               (*agent).readFile,
 	"PUT /v1/files":               (*agent).writeFile,
 	"DELETE /v1/files":            (*agent).removeFile,
@@ -106,7 +109,7 @@ var routes = map[string]func(a *agent, r *request) any{
 
 func (a *agent) serve(r *request) any {
 	parts := strings.Split(r.path, "/")
-	if len(parts) > 3 && parts[2] == "commands" {
+	if len(parts) > 3 && (parts[2] == "commands" || parts[2] == "ports") {
 		r.id, parts[3] = parts[3], "ID"
 	}
 	route := r.method + " " + strings.Join(parts, "/")

@@ -43,7 +43,7 @@ type link struct {
 // request is one call; reading it gives its body.
 type request struct {
 	link
-	method, path, id             string // id: of the command that the path names
+	method, path, id             string // id: of the command, or the port, that the path names
 	query                        map[string]string
 	authorization, upgrade       string
 	expects, keepAlive, answered bool
@@ -246,16 +246,16 @@ func (r *request) reply(status int, body any) {
 	r.send(r.head(status, "application/json", int64(len(data)), ""), data)
 }
 
-func (r *request) demandUpgrade() {
-	if r.upgrade != framesProtocol {
-		check(invalid("this call needs Upgrade: %s", framesProtocol))
+func (r *request) demandUpgrade(protocol string) {
+	if r.upgrade != protocol {
+		check(invalid("this call needs Upgrade: %s", protocol))
 	}
 }
 
-func (r *request) framesHead() []byte {
+func (r *request) upgradeHead() []byte {
 	r.answered, r.keepAlive = true, false
 	r.SetReadDeadline(never)
-	return []byte("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + framesProtocol + "\r\n\r\n")
+	return []byte("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + r.upgrade + "\r\n\r\n")
 }
 
 func (l link) send(parts ...[]byte) {

@@ -24,13 +24,13 @@ type session struct {
 
 // stream runs a session from these offsets, which acknowledge all before them.
 func (c *command) stream(r *request, offsets [2]uint64) {
-	r.demandUpgrade()
+	r.demandUpgrade(framesProtocol)
 	s := &session{link: r.link, c: c, sent: offsets, gone: make(chan struct{})}
 	accepted, _ := c.stdin.offsets()
 	started := encodeFrame(frameStarted, 0, fmt.Appendf(nil, `{"pid":%d,"stdin":%d}`, c.leader(), accepted))
 	gaps := s.begin(offsets)
 	defer s.leave()
-	s.held = slices.Concat(r.framesHead(), started, gaps)
+	s.held = slices.Concat(r.upgradeHead(), started, gaps)
 	go s.listen()
 	err := attempt(func() { s.run(accepted) })
 	s.CloseWrite() // the host may still be sending acknowledgements: a close would reset the connection

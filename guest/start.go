@@ -37,7 +37,7 @@ func (a *agent) startCommand(r *request) any {
 		check(invalid("id is 16 of a-z and 0-9"))
 	}
 	if start.Attach {
-		r.demandUpgrade()
+		r.demandUpgrade(framesProtocol)
 	}
 	c := a.startOrFind(id, &start)
 	if check(c.startErr); !start.Attach {

@@ -40,13 +40,13 @@ type watcher struct {
 func (a *agent) watchFiles(r *request) any {
 	p, who := a.target(r, "path")
 	w := watcher{who: who, root: p, recursive: r.flag("recursive", false), paths: map[int32]string{}}
-	r.demandUpgrade()
+	r.demandUpgrade(framesProtocol)
 	defer doing("watch", p)
 	w.file = os.NewFile(uintptr(got(syscall.InotifyInit1(syscall.IN_CLOEXEC|syscall.IN_NONBLOCK))), "inotify")
 	defer w.file.Close()
 	who.run(func() { w.add(p, false) })
 	w.link = r.link
-	w.send(r.framesHead())
+	w.send(r.upgradeHead())
 	go func() { // the host says nothing; its end ends the watch
 		w.in.Read(make([]byte, 1))
 		w.file.Close()

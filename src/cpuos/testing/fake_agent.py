@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cpuos.testing.fake_commands import FakeCommands
 from cpuos.testing.fake_files import FakeFiles
 from cpuos.testing.fake_http import MAX_HEAD_BYTES, GuestError, HttpRequest, HttpResponse, serve_connection
+from cpuos.testing.fake_ports import FakePorts
 
 __all__ = ["FakeAgent"]
 
@@ -46,6 +47,7 @@ class FakeAgent:
         self._session_key = b""
         self.commands = FakeCommands(root, switch_users=switch_users)
         self.files = FakeFiles(root, switch_users=switch_users)
+        self.ports = FakePorts()
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -124,6 +126,9 @@ class FakeAgent:
             case "DELETE", ["commands", command_id]:
                 self.commands.remove(command_id)
                 return HttpResponse(json={})
+            case "POST", ["ports", port, "connect"]:
+                await self.ports.connect(request, port)
+                return None
             case "POST", ["clock"] | ["shutdown"]:
                 await request.json()
                 return HttpResponse(json={})

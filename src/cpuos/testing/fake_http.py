@@ -22,6 +22,8 @@ _STATUS = {
     "command_not_found": 404,
     "file_not_found": 404,
     "cwd_not_found": 404,
+    "port_not_open": 404,
+    "port_forbidden": 403,
     "file_permission_denied": 403,
     "file_exists": 409,
     "is_a_directory": 409,
@@ -110,14 +112,18 @@ class HttpRequest:
             raise GuestError("invalid", f"the body is not JSON: {error}") from error
 
     async def upgrade(self) -> None:
-        """Answer 101: from here both sides send frames."""
+        """Answer 101: from here both sides speak the protocol that was asked for."""
         self.upgraded = True
-        self.writer.write(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: cpuos-frames/1\r\n\r\n")
+        protocol = self.headers["upgrade"].encode()
+        self.writer.write(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %b\r\n\r\n" % protocol)
         await self.writer.drain()
+
+    def wants(self, protocol: str) -> bool:
+        return self.headers.get("upgrade", "") == protocol
 
     @property
     def wants_upgrade(self) -> bool:
-        return self.headers.get("upgrade", "").lower() == "cpuos-frames/1"
+        return self.wants("cpuos-frames/1")
 
 
 @dataclass(kw_only=True)

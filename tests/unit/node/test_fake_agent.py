@@ -49,6 +49,12 @@ class Guest:
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
         return Stream(reader, writer)
 
+    async def tunnel(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_unix_connection(str(self._path))
+        head = f"POST /v1/ports/{port}/connect HTTP/1.1\r\nAuthorization: Bearer {KEY.hex()}\r\n"
+        writer.write(head.encode() + b"Connection: Upgrade\r\nUpgrade: tunnel\r\nContent-Length: 0\r\n\r\n")
+        return reader, writer
+
 
 class Stream:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -217,3 +223,27 @@ async def test_files(guest):
         assert json.loads((await guest.call(method, path))[1])["code"] == code, target
     entries = json.loads((await guest.call("GET", "/v1/files/list?path=/workspace&depth=2"))[1])["entries"]
     assert [entry["kind"] for entry in entries] == ["directory", "file"]
+
+
+async def test_a_tunnel_to_a_loopback_port(guest):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"got " + await reader.read())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        await guest.identify()
+        reader, writer = await guest.tunnel(port)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
+        writer.write(b"hello")
+        writer.write_eof()
+        assert await reader.read() == b"got hello"
+        writer.close()
+        await writer.wait_closed()
+    for refused, status, code in ((port, 404, "port_not_open"), (1, 403, "port_forbidden"), (70000, 400, "invalid")):
+        reader, writer = await guest.tunnel(refused)
+        assert (await reader.readuntil(b"\r\n\r\n")).split()[1] == str(status).encode()
+        assert code.encode() in await reader.read(4096)
+        writer.close()
+        await writer.wait_closed()
+    assert json.loads((await guest.call("POST", "/v1/ports/80/connect"))[1])["code"] == "invalid"
