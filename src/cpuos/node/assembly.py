@@ -59,10 +59,8 @@ class Assembly:
             node_public_key=self._node_public_key,
         )
 
-    def start_steps(
-        self, spec: SandboxSpec, runtime: Runtime, *, started: Callable[[Process], Awaitable[None]]
-    ) -> list[Step]:
-        """The parts in the order in which they need each other; `started` hears of the process at once."""
+    def part_steps(self, spec: SandboxSpec) -> list[Step]:
+        """What must be there before the process; none of these needs another."""
 
         async def make_disk() -> None:
             await self.disks.create(spec.id, size_mib=spec.disk_mib)
@@ -70,18 +68,22 @@ class Assembly:
         async def take_slot() -> None:
             await self.slots.take(spec.id)
 
-        async def start() -> None:
-            await started(await runtime.start(spec))
-
         return [
             Step(name="workdir", do=lambda: self._make_workdir(spec.id), undo=lambda: self._clear_workdir(spec.id)),
             Step(name="disk", do=make_disk, undo=lambda: self.disks.remove(spec.id)),
             Step(name="slot", do=take_slot, undo=lambda: self.slots.release(spec.id)),
-            Step(name="start", do=start, undo=lambda: runtime.destroy(spec.id)),
         ]
 
+    def start_step(self, spec: SandboxSpec, runtime: Runtime, *, started: Callable[[Process], Awaitable[None]]) -> Step:
+        """The process, which needs all other parts; `started` hears of it at once."""
+
+        async def start() -> None:
+            await started(await runtime.start(spec))
+
+        return Step(name="start", do=start, undo=lambda: runtime.destroy(spec.id))
+
     def end_steps(self, sandbox_id: str, *, runtimes: list[Runtime]) -> list[Step]:
-        """The same parts the other way round. Each step may be repeated and bears "nothing there"."""
+        """All parts, the process first. Each step may be repeated and bears "nothing there"."""
 
         async def destroy() -> None:
             for runtime in runtimes:

@@ -1,4 +1,5 @@
-"""The verbs of a node. Each changes the host in steps that can be undone, and writes the journal before each stage."""
+"""The verbs of a node. Each changes the host in steps that can be undone; the journal is on disk before a process
+starts or ends."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from cpuos.node.identity import NodeIdentity, SignedStatement
 from cpuos.node.journal import Journal, Record, Stage
 from cpuos.node.recovery import HOST_RESTARTED, Recovery, decide
 from cpuos.node.runtime_table import RuntimeTable
-from cpuos.node.steps import Checkpoint, Step, UndoFailed, run_steps
+from cpuos.node.steps import Checkpoint, Step, Together, UndoFailed, run_steps
 from cpuos.node.templates import Template, Templates
 from cpuos.runtimes.base import GuestLink, Probe, Process, Runtime
 from cpuos.types.node import NodeSandboxCreate, SandboxFacts, SandboxStats
@@ -197,19 +198,22 @@ class NodeService:
         finally:
             self._creates.pop(record.id, None)
 
-    def _assembly_steps(self, record: Record, spec: Any, runtime: Runtime) -> list[Step]:
+    def _assembly_steps(self, record: Record, spec: Any, runtime: Runtime) -> list[Step | Together]:
         async def started(process: Process) -> None:
             nonlocal record
             record = record.becomes(Stage.RUNNING, process=process, started_at=self._clock(), changed_at=self._clock())
 
+        recorded = Step(name="record", do=lambda: self._keep(record), undo=lambda: self._undo_record(record))
         return [
-            Step(name="record", do=lambda: self._keep(record), undo=lambda: self._undo_record(record)),
-            *self._assembly.start_steps(spec, runtime, started=started),
+            # The record need not be on disk before what bears its id: a restarted daemon removes such things even when
+            # no record owns them. Before a process runs it must be.
+            Together(steps=[recorded, *self._assembly.part_steps(spec)]),
+            self._assembly.start_step(spec, runtime, started=started),
             # Not waited for: what runs dies with the host, and a restarted daemon reads it from the page cache.
             Step(name="running", do=lambda: self._keep(record, sync=False)),
         ]
 
-    async def _create_in_steps(self, record: Record, steps: list[Step]) -> None:
+    async def _create_in_steps(self, record: Record, steps: list[Step | Together]) -> None:
         try:
             await run_steps("create", steps, checkpoint=self._checkpoint)
         except UndoFailed as error:

@@ -1,5 +1,5 @@
 """Verbs as lists of (undo, do). The undo is registered before its do and bears "nothing there", so that a do that
-stopped half-way is undone too."""
+stopped half-way is undone too. Steps that do not need each other are done together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-__all__ = ["Checkpoint", "Step", "UndoFailed", "run_steps", "run_whole"]
+__all__ = ["Checkpoint", "Step", "Together", "UndoFailed", "run_steps", "run_whole"]
 
 T = TypeVar("T")
 log = structlog.get_logger("cpuos.node")
@@ -35,7 +35,14 @@ class Step:
     undo: Callable[[], Awaitable[None]] | None = None
 
 
-async def run_steps(verb: str, steps: Sequence[Step], *, checkpoint: Checkpoint) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """Steps done at the same time: all of them come to their end, also when one fails, and are undone then."""
+
+    steps: Sequence[Step]
+
+
+async def run_steps(verb: str, steps: Sequence[Step | Together], *, checkpoint: Checkpoint) -> None:
     """Do all steps in order. On a failure undo those begun, newest first, and raise the failure.
 
     Cancelling takes effect between steps, never inside one: a step may have threads at work on the host. An undo that
@@ -52,18 +59,32 @@ async def run_steps(verb: str, steps: Sequence[Step], *, checkpoint: Checkpoint)
             log.exception("undo failed", verb=verb, step=step.name)
             failed.append(step.name)
 
+    async def do(step: Step) -> None:
+        checkpoint(f"{verb}.{step.name}.before")
+        await step.do()
+        checkpoint(f"{verb}.{step.name}.after")
+
     try:
         async with AsyncExitStack() as stack:
-            for step in steps:
-                stack.push_async_callback(undo, step)
-                checkpoint(f"{verb}.{step.name}.before")
-                await run_whole(step.do())
-                checkpoint(f"{verb}.{step.name}.after")
+            for part in steps:
+                members = part.steps if isinstance(part, Together) else [part]
+                for step in members:
+                    stack.push_async_callback(undo, step)
+                await run_whole(_all_to_the_end([do(step) for step in members]))
             stack.pop_all()
     except BaseException as error:
         if failed:
             raise UndoFailed(failed) from error
         raise
+
+
+async def _all_to_the_end(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    if len(works) == 1:
+        await works[0]
+        return
+    for outcome in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 async def run_whole(work: Coroutine[Any, Any, T]) -> T:
