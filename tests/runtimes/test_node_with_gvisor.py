@@ -172,5 +172,30 @@ async def test_a_killed_daemon_adopts_and_reaches_its_sandbox(node: Node, client
     assert node.traces() == []
 
 
+async def test_a_daemon_killed_while_it_stocks_up_leaves_no_image(node: Node, client: LocalNodeClient) -> None:
+    stock = node.settings.node_state_dir / "disk-stock"
+    before = await _whole_images(stock)
+    (stock / "8192.half.draft").write_bytes(b"half")
+    node.process.kill()
+    await node.ready(client)
+    after = await _whole_images(stock)
+    assert not before & after
+    assert not (stock / "8192.half.draft").exists()
+    request = node.next().model_copy(update={"disk_mib": 8192})
+    assert (await client.create(request)).alive
+    disk = node.settings.node_state_dir / "disks" / A / "disk.json"
+    assert f"8192.{json.loads(disk.read_text())['uuid']}" in after
+    await client.delete(A, generation=request.generation)
+    assert node.traces() == []
+
+
+async def _whole_images(stock: Path) -> set[str]:
+    deadline = time.monotonic() + 30
+    while not (whole := {name for name in os.listdir(stock) if not name.endswith(".draft")}):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    return whole
+
+
 def _kill_recorded(path: Path) -> None:
     os.kill(json.loads(path.read_text())["process"]["pid"], signal.SIGKILL)

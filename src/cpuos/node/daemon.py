@@ -103,7 +103,7 @@ def host_parts(settings: Settings) -> NodeParts:
     )
     return NodeParts(
         runtimes=load_runtimes(runtime_host, names=[settings.runtime]),
-        disks=DiskStore(settings.node_state_dir / "disks"),
+        disks=DiskStore(settings.node_state_dir / "disks", stock=settings.node_state_dir / "disk-stock"),
         slots=NetworkSlots(settings.run_dir / "netns"),
     )
 

@@ -14,6 +14,14 @@ __all__ = ["Disks", "Slots"]
 class Disks(Protocol):
     """One disk a sandbox. Every method bears "nothing there", and may be repeated after a crash."""
 
+    def start(self) -> None:
+        """Begin to make in advance what creates will want."""
+        ...
+
+    async def close(self) -> None:
+        """Stop that, and remove what no sandbox took. Not started is fine."""
+        ...
+
     async def create(self, sandbox_id: str, *, size_mib: int) -> Path:
         """Make and mount it; its folder has `workspace/` (1000:1000) and `overlay/` (root, 0700)."""
         ...

@@ -355,8 +355,9 @@ class NodeService:
                 log.exception("orphan not removed", sandbox=sandbox_id)
 
     def start(self) -> None:
-        """Probe the runtimes, and begin to try again, now and then, what could not be removed."""
+        """Probe the runtimes, stock up, and begin to try again, now and then, what could not be removed."""
         self._runtimes.start()
+        self._assembly.disks.start()
         self._sweeper = asyncio.create_task(self._sweep_for_ever())
 
     async def _sweep_for_ever(self) -> None:
@@ -392,6 +393,7 @@ class NodeService:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*self._tasks, *(task for task in ending if task is not None), return_exceptions=True)
+        await self._assembly.disks.close()
         await self._runtimes.close()
 
     # records

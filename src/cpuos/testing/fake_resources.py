@@ -23,6 +23,12 @@ class FakeDisks:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
+    def start(self) -> None:
+        """Nothing is made in advance."""
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
     def path(self, sandbox_id: str) -> Path:
         return self._folder / sandbox_id
 

@@ -5,6 +5,7 @@
     disks/<id>/workspace/    (root of that file system, owner 1000:1000)
     disks/<id>/overlay/      root 0700: gVisor keeps its unlinked filestore here
 
+A new disk gets an image of the stock, where that has one of its size (stock.py).
 Workspace and root layer each hold the sandbox's disk size. They do not share one file system on purpose: see
 docs/adr/0006-workspace-image-and-root-layer.md.
 """
@@ -25,7 +26,10 @@ from pathlib import Path
 from cpuos.errors import NotFound, PlatformError, SetupRequired
 from cpuos.node import syscalls
 from cpuos.node.storage.geometry import geometry_for
+from cpuos.node.storage.image import MKFS, make_image
 from cpuos.node.storage.loop import attach_loop, loops_below
+from cpuos.node.storage.stock import DiskStock, Stocked
+from cpuos.types.sandbox import SandboxCreate
 
 __all__ = ["DiskStore"]
 
@@ -33,7 +37,6 @@ _FORMAT = 1
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOSYMFOLLOW | syscalls.MS_NOATIME
 # fs/ext4/ext4.h: _IOR('X', 125, __u32) and EXT4_GOING_FLAGS_NOLOGFLUSH.
 _EXT4_IOC_SHUTDOWN, _SHUTDOWN_WITHOUT_LOG = 0x8004587D, 2
-_MKFS = "/usr/sbin/mkfs.ext4"
 # A gofer that is still on its way out keeps the mount busy for some milliseconds.
 _BUSY_S = 2.0
 
@@ -41,8 +44,20 @@ _BUSY_S = 2.0
 class DiskStore:
     """Makes, mounts, unmounts and removes the disks below one folder (root, 0700)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, stock: Path | None = None) -> None:
+        """`stock`: a folder on the same volume for images made in advance, once `start` was called."""
         self._folder = folder
+        self._stock = DiskStock(stock) if stock is not None else None
+
+    def start(self) -> None:
+        """Begin to keep a stock of images, first of the size that a sandbox has unless another is asked for."""
+        if self._stock is not None:
+            self._stock.start(size_mib=SandboxCreate().disk_mib)
+
+    async def close(self) -> None:
+        """Give the stock up. Disks stay as they are."""
+        if self._stock is not None:
+            await self._stock.close()
 
     @staticmethod
     def footprint_mib(disk_mib: int) -> int:
@@ -54,16 +69,18 @@ class DiskStore:
 
     async def create(self, sandbox_id: str, *, size_mib: int) -> Path:
         """Make the disk and mount it. A half-made one is made anew; one that is there is only mounted."""
-        folder = self.path(sandbox_id)
-        if not (folder / "disk.json").exists():
-            try:
+        if (self.path(sandbox_id) / "disk.json").exists():
+            return await self.attach(sandbox_id)
+        stocked = self._stock.take(size_mib) if self._stock is not None else None
+        try:
+            if stocked is None or not await asyncio.to_thread(self._place, sandbox_id, stocked, size_mib=size_mib):
                 await self._make(sandbox_id, size_mib=size_mib)
-            except FileNotFoundError as problem:
-                raise SetupRequired(
-                    f"cannot create the disk of sandbox {sandbox_id}", f"{_MKFS} is not there", hint="cpuos doctor"
-                ) from problem
-            except OSError as problem:
-                raise PlatformError(f"cannot create the disk of sandbox {sandbox_id}", str(problem)) from problem
+        except FileNotFoundError as problem:
+            raise SetupRequired(
+                f"cannot create the disk of sandbox {sandbox_id}", f"{MKFS} is not there", hint="cpuos doctor"
+            ) from problem
+        except OSError as problem:
+            raise PlatformError(f"cannot create the disk of sandbox {sandbox_id}", str(problem)) from problem
         return await self.attach(sandbox_id)
 
     async def attach(self, sandbox_id: str) -> Path:
@@ -101,22 +118,23 @@ class DiskStore:
         names |= {image.parent.name for image in loops_below(self._folder.resolve()).values()}
         return sorted(names)
 
+    def _place(self, sandbox_id: str, stocked: Stocked, *, size_mib: int) -> bool:
+        """Make the disk of an image of the stock; False when that is gone."""
+        folder = self.path(sandbox_id)
+        _prepare_folder(folder)
+        try:
+            stocked.path.rename(folder / "image")
+        except FileNotFoundError:
+            return False
+        _write_record(folder, size_mib=size_mib, identity=stocked.identity)
+        return True
+
     async def _make(self, sandbox_id: str, *, size_mib: int) -> None:
         folder = self.path(sandbox_id)
-        geometry = geometry_for(size_mib)
         identity = str(uuid.uuid4())
-        await asyncio.to_thread(_prepare_folder, folder, image_bytes=geometry.image_mib << 20)
-        await _make_file_system(folder / "image", arguments=["-U", identity, *geometry.mkfs_arguments()])
-        record = {
-            "format": _FORMAT,
-            "sandbox": sandbox_id,
-            "size_mib": size_mib,
-            "uuid": identity,
-            # Turns to "guest" before a guest kernel gets the blocks, and never back.
-            "written_by": "host",
-            "created_at": datetime.now(UTC).isoformat(),
-        }
-        _write_record(folder, record)
+        await asyncio.to_thread(_prepare_folder, folder)
+        await make_image(folder / "image", size_mib=size_mib, identity=identity)
+        _write_record(folder, size_mib=size_mib, identity=identity)
 
     def _attach(self, sandbox_id: str) -> Path:
         folder = self.path(sandbox_id)
@@ -179,33 +197,23 @@ class DiskStore:
             os.close(folder)
 
 
-def _prepare_folder(folder: Path, *, image_bytes: int) -> None:
+def _prepare_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in ("workspace", "overlay"):
         (folder / name).mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(folder / "image", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        os.ftruncate(fd, image_bytes)
-    finally:
-        os.close(fd)
 
 
-async def _make_file_system(image: Path, *, arguments: list[str]) -> None:
-    process = await asyncio.create_subprocess_exec(
-        _MKFS,
-        *arguments,
-        str(image),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, text = await process.communicate()
-    if process.returncode != 0:
-        raise OSError(errno.EIO, text.decode(errors="replace").strip() or f"mkfs.ext4 ended with {process.returncode}")
-
-
-def _write_record(folder: Path, record: dict[str, object]) -> None:
+def _write_record(folder: Path, *, size_mib: int, identity: str) -> None:
     """Last step of making a disk: it exists from here on."""
+    record = {
+        "format": _FORMAT,
+        "sandbox": folder.name,
+        "size_mib": size_mib,
+        "uuid": identity,
+        # Turns to "guest" before a guest kernel gets the blocks, and never back.
+        "written_by": "host",
+        "created_at": datetime.now(UTC).isoformat(),
+    }
     part = folder / "disk.json.part"
     part.write_text(json.dumps(record))
     part.rename(folder / "disk.json")
