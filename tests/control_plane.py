@@ -15,12 +15,14 @@ from typing import Any
 
 import httpx2
 
-from cpuos.errors import Conflict, CpuosError, Unavailable
+from cpuos.errors import Conflict, CpuosError, NotFound, Unavailable
 from cpuos.node.client import Changes
 from cpuos.server.app import create_app
+from cpuos.server.connections import RecordsPage
 from cpuos.server.control_plane import ControlPlane, ServerOptions, open_control_plane
 from cpuos.server.first_start import make_first_key
 from cpuos.server.gateway import JournalPage
+from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeFacts, NodeSandboxCreate, RuntimeFacts, SandboxFacts, SandboxStats, TemplateFacts
 from cpuos.types.sandbox import Isolation
 
@@ -44,6 +46,7 @@ class FakeNode:
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, SandboxFacts] = {}
+        self.policies: dict[str, EffectivePolicy] = {}
         self.fenced: dict[str, int] = {}
         self.log: list[SandboxFacts] = []
         self.reachable = True
@@ -90,6 +93,7 @@ class FakeNode:
             started_at=datetime.now(UTC),
         )
         self.sandboxes[request.id] = facts
+        self.policies[request.id] = request.network
         await self._tell(facts)
         await self.answer_gate.wait()
         self._demand_reachable()
@@ -110,6 +114,14 @@ class FakeNode:
         facts = self.sandboxes.pop(sandbox_id, None)
         if facts is not None:
             await self._tell(facts.model_copy(update={"alive": False, "exit_reason": "deleted"}))
+
+    async def update_network(self, sandbox_id: str, *, generation: int, policy: EffectivePolicy) -> None:
+        self.calls["update_network"] += 1
+        self._demand_reachable()
+        if sandbox_id not in self.sandboxes:
+            raise NotFound(f"cannot find sandbox: {sandbox_id}", code="sandbox_not_found")
+        if policy.version > self.policies[sandbox_id].version:
+            self.policies[sandbox_id] = policy
 
     async def stats(self, sandbox_id: str) -> SandboxStats:
         self._demand_reachable()
@@ -160,7 +172,9 @@ class FakeGateway:
         self.source = "gateway-1"
         self.entries: list[dict[str, Any]] = []
 
-    async def attach(self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float) -> None:
+    async def attach(
+        self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
+    ) -> None:
         self._demand_reachable()
         await self.attach_gate.wait()
         if self.attach_error is not None:
@@ -195,6 +209,21 @@ class FakeGateway:
             raise Unavailable("cannot reach the gateway", "it is down", code="gateway_unavailable")
 
 
+class FakeRecords:
+    """A records worker's journal."""
+
+    def __init__(self) -> None:
+        self.source = "records-1"
+        self.entries: list[dict[str, Any]] = []
+
+    async def page(self, after: int, *, limit: int) -> RecordsPage:
+        entries = [entry for entry in self.entries if entry["seq"] > after][:limit]
+        return RecordsPage(source=self.source, entries=entries, next=entries[-1]["seq"] if entries else after)
+
+    async def aclose(self) -> None:
+        return None
+
+
 @dataclass(kw_only=True)
 class Installation:
     """What outlives the server: its database and keys, the node, the gateway."""
@@ -202,6 +231,7 @@ class Installation:
     folder: Path
     node: FakeNode = field(default_factory=FakeNode)
     gateway: FakeGateway = field(default_factory=FakeGateway)
+    records: FakeRecords = field(default_factory=FakeRecords)
     clock: ManualClock = field(default_factory=ManualClock)
     key: str = ""
 
@@ -216,7 +246,12 @@ class Installation:
             **chosen,
         )
         opened = open_control_plane(
-            described, node=self.node, gateway=self.gateway, clock=self.clock, reconcile=reconcile
+            described,
+            node=self.node,
+            gateway=self.gateway,
+            records=self.records,
+            clock=self.clock,
+            reconcile=reconcile,
         )
         async with opened as plane:
             self.key = await make_first_key(plane.database, self.clock) or self.key

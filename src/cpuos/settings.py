@@ -223,6 +223,16 @@ class Settings(BaseSettings):
         return self.gateway_run_dir / "gateway.sock"
 
     @property
+    def network_run_dir(self) -> Path:
+        """The network workers' own folder in the run directory."""
+        return self.run_dir / "network"
+
+    @property
+    def records_socket(self) -> Path:
+        """Where the records of connections are read; peers allowed: root, the server and the gateway."""
+        return self.network_run_dir / "network.sock"
+
+    @property
     def server_public_key(self) -> Path:
         """Public half of the ticket key; the server writes it at each start, readable by group cpuos."""
         return self.server_run_dir / "ticket.pub"

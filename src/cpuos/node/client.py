@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import httpx2
 
 from cpuos.errors import CpuosError, Unavailable, error_from_body
-from cpuos.types.node import NodeFacts, NodeSandboxCreate, SandboxFacts, SandboxStats
+from cpuos.types.network import EffectivePolicy
+from cpuos.types.node import NodeFacts, NodeNetworkUpdate, NodeSandboxCreate, SandboxFacts, SandboxStats
 
 __all__ = ["Changes", "DialClient", "Dialled", "LocalNodeClient", "NodeClient"]
 
@@ -47,6 +48,11 @@ class NodeClient(Protocol):
 
     async def delete(self, sandbox_id: str, *, generation: int) -> None:
         """Idempotent; ends a create of that generation that is still going on, and fences later repeats of it."""
+        ...
+
+    async def update_network(self, sandbox_id: str, *, generation: int, policy: EffectivePolicy) -> None:
+        """Returns when the policy is in place and connections that it forbids are cut. Repeats and older versions are
+        answered without a change."""
         ...
 
     async def stats(self, sandbox_id: str) -> SandboxStats: ...
@@ -91,6 +97,10 @@ class LocalNodeClient:
 
     async def delete(self, sandbox_id: str, *, generation: int) -> None:
         await self._call("DELETE", f"/v1/sandboxes/{sandbox_id}", query={"generation": generation})
+
+    async def update_network(self, sandbox_id: str, *, generation: int, policy: EffectivePolicy) -> None:
+        body = NodeNetworkUpdate(generation=generation, policy=policy).model_dump(mode="json")
+        await self._call("PUT", f"/v1/sandboxes/{sandbox_id}/network", body=body)
 
     async def stats(self, sandbox_id: str) -> SandboxStats:
         return SandboxStats.model_validate(await self._call("GET", f"/v1/sandboxes/{sandbox_id}/stats"))

@@ -26,6 +26,7 @@ from cpuos.node.client import LocalNodeClient
 from cpuos.scheduler.base import CapacityRules
 from cpuos.server.app import create_app
 from cpuos.server.clock import utc_now
+from cpuos.server.connections import LocalConnectionRecords
 from cpuos.server.control_plane import ServerOptions, open_control_plane
 from cpuos.server.db.database import Database
 from cpuos.server.db.migrate import upgrade_database
@@ -74,7 +75,8 @@ async def _serve(settings: Settings) -> None:
             write_first_key(settings.first_key_file, key)
     node = LocalNodeClient(settings.node_socket)
     gateway = LocalGatewayControl(settings.gateway_socket)
-    async with open_control_plane(options, node=node, gateway=gateway) as plane:
+    records = LocalConnectionRecords(settings.records_socket)
+    async with open_control_plane(options, node=node, gateway=gateway, records=records) as plane:
         config = uvicorn.Config(
             create_app(plane),
             http=BoundedProtocol,
@@ -95,6 +97,7 @@ async def _serve(settings: Settings) -> None:
         await server.serve(sockets=[listening])
     await node.aclose()
     await gateway.aclose()
+    await records.aclose()
 
 
 class _Server(uvicorn.Server):

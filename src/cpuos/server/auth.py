@@ -34,6 +34,8 @@ class Permission(StrEnum):
     SANDBOXES_WRITE = "sandboxes.write"
     SANDBOXES_ACCESS = "sandboxes.access"
     """Tickets and links: the way into a sandbox."""
+    WORKSPACE_WRITE = "workspace.write"
+    """What holds for all sandboxes of the workspace, such as its network policy."""
     AUDIT_READ = "audit.read"
     NODES_READ = "nodes.read"
 

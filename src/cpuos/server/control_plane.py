@@ -20,6 +20,7 @@ from cpuos.scheduler.local import LocalScheduler
 from cpuos.server.audit import Audit
 from cpuos.server.auth import Authenticator
 from cpuos.server.clock import Clock, utc_now
+from cpuos.server.connections import ConnectionIngest, ConnectionRecords
 from cpuos.server.db.database import Database
 from cpuos.server.db.migrate import upgrade_database
 from cpuos.server.db.models import ServerStart
@@ -30,6 +31,7 @@ from cpuos.server.guard import Guard
 from cpuos.server.idempotency import Idempotency
 from cpuos.server.journal import JournalIngest
 from cpuos.server.lifecycle import Lifecycle, demand_of
+from cpuos.server.network import Networks
 from cpuos.server.policies import AllowAll, Policy
 from cpuos.server.quotas import Quotas
 from cpuos.server.reconciler import Reconciler
@@ -77,6 +79,7 @@ class ControlPlane:
     gateway: GatewayControl
     tickets: TicketSigner
     lifecycle: Lifecycle
+    networks: Networks
     reconciler: Reconciler
     guard: Guard
     tasks: Tasks
@@ -114,6 +117,14 @@ class ControlPlane:
             return False
         return True
 
+    async def take_connections(self) -> None:
+        """What the node has recorded of connections so far, if it answers soon."""
+        try:
+            async with asyncio.timeout(2.0):
+                await asyncio.shield(self.tasks.start(self.reconciler.ingest_connections()))
+        except (CpuosError, TimeoutError) as error:
+            _log.warning("records of connections not taken", error=str(error))
+
     async def take_journal(self) -> None:
         """What the gateway has written down so far, if it answers soon: so that a reader finds what was just done."""
         try:
@@ -140,6 +151,7 @@ async def open_control_plane(
     *,
     node: NodeClient,
     gateway: GatewayControl,
+    records: ConnectionRecords,
     clock: Clock = utc_now,
     policy: Policy | None = None,
     reconcile: bool = True,
@@ -155,7 +167,15 @@ async def open_control_plane(
         tasks = Tasks()
         stack.push_async_callback(tasks.close, grace_s=options.stop_grace_s)
         plane = await _wire(
-            options, database, epoch=epoch, tasks=tasks, node=node, gateway=gateway, clock=clock, policy=policy
+            options,
+            database,
+            epoch=epoch,
+            tasks=tasks,
+            node=node,
+            gateway=gateway,
+            records=records,
+            clock=clock,
+            policy=policy,
         )
         if reconcile:
             plane.reconciler.start()
@@ -171,6 +191,7 @@ async def _wire(
     tasks: Tasks,
     node: NodeClient,
     gateway: GatewayControl,
+    records: ConnectionRecords,
     clock: Clock,
     policy: Policy | None,
 ) -> ControlPlane:
@@ -180,10 +201,12 @@ async def _wire(
     audit = Audit(clock, epoch=epoch, deadline_s=options.outcome_deadline_s)
     idempotency = Idempotency(clock)
     quotas = Quotas()
+    networks = Networks(database, scheduler)
     lifecycle = Lifecycle(
         database=database,
         scheduler=scheduler,
         gateway=gateway,
+        networks=networks,
         audit=audit,
         quotas=quotas,
         tasks=tasks,
@@ -195,7 +218,9 @@ async def _wire(
         database=database,
         scheduler=scheduler,
         lifecycle=lifecycle,
+        networks=networks,
         journal=JournalIngest(database, gateway),
+        connections=ConnectionIngest(database, records),
         settlement=Settlement(database=database, audit=audit, idempotency=idempotency),
         tasks=tasks,
         clock=clock,
@@ -220,6 +245,7 @@ async def _wire(
         gateway=gateway,
         tickets=TicketSigner(load_ticket_key(options.ticket_key), clock),
         lifecycle=lifecycle,
+        networks=networks,
         reconciler=reconciler,
         guard=guard,
         tasks=tasks,

@@ -28,8 +28,11 @@ class JournalPage:
 class GatewayControl(Protocol):
     """Errors are those of the table; a gateway out of reach is `gateway_unavailable`."""
 
-    async def attach(self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float) -> None:
-        """Return when the sandbox's agent has proved to be it and has answered."""
+    async def attach(
+        self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
+    ) -> None:
+        """Return when the sandbox's agent has proved to be it and has answered, `wait_s` after its process runs at the
+        latest. For `starting_s` the node may still be making it."""
         ...
 
     async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str) -> None:
@@ -61,9 +64,12 @@ class LocalGatewayControl:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def attach(self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float) -> None:
-        body = {"generation": generation, "hostname": hostname, "wait_s": wait_s}
-        await self._call("POST", f"/v1/sandboxes/{sandbox_id}/attach", body=body, timeout_s=wait_s + _MARGIN_S)
+    async def attach(
+        self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
+    ) -> None:
+        body = {"generation": generation, "hostname": hostname, "wait_s": wait_s, "starting_s": starting_s}
+        timeout_s = starting_s + wait_s + _MARGIN_S
+        await self._call("POST", f"/v1/sandboxes/{sandbox_id}/attach", body=body, timeout_s=timeout_s)
 
     async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str) -> None:
         await self._call("POST", f"/v1/sandboxes/{sandbox_id}/detach", body={"reason": reason, "text": text[:MAX_TEXT]})

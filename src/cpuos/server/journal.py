@@ -7,11 +7,11 @@ from typing import Any
 
 import structlog
 from pydantic import Field, ValidationError
-from sqlalchemy import Row, bindparam, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Row, bindparam, insert, select
 
+from cpuos.server.cursors import cursor_of, take_cursor
 from cpuos.server.db.database import Database
-from cpuos.server.db.models import AuditRow, JournalCursor
+from cpuos.server.db.models import AuditRow
 from cpuos.server.db.sandboxes import find_sandboxes
 from cpuos.server.gateway import GatewayControl, JournalPage
 from cpuos.types.audit import AuditPhase, AuditResult
@@ -72,15 +72,13 @@ class JournalIngest:
 
     async def _switch(self, source: str) -> None:
         """Another gateway instance than before: go on where its journal was left."""
-        columns = select(JournalCursor.next_seq).where(JournalCursor.source == source)
-        async with self._database.read() as connection:
-            self._next = (await connection.execute(columns)).scalar_one_or_none() or 0
+        self._next = await cursor_of(self._database, source)
         self._source = source
 
     async def _store(self, page: JournalPage) -> None:
         entries = [entry for raw in page.entries if (entry := _read(raw, page.source)) is not None]
         async with self._database.write() as connection:
-            if not await _take_cursor(connection, page.source, expected=self._next, following=page.next):
+            if not await take_cursor(connection, page.source, expected=self._next, following=page.next):
                 self._source = None  # another reader was here: look up the cursor again
                 return
             owners = {row.id: row for row in await find_sandboxes(connection, {entry.sandbox for entry in entries})}
@@ -98,18 +96,6 @@ def _read(raw: dict[str, Any], source: str) -> JournalEntry | None:
     except ValidationError as error:
         _log.error("journal entry out of contract", source=source, entry=str(raw)[:500], error=str(error))
         return None
-
-
-async def _take_cursor(connection: AsyncConnection, source: str, *, expected: int, following: int) -> bool:
-    """Move the cursor in the transaction of its entries: both are kept, or neither."""
-    moved = update(JournalCursor).where(JournalCursor.source == source, JournalCursor.next_seq == expected)
-    if (await connection.execute(moved.values(next_seq=following))).rowcount == 1:
-        return True
-    known = select(JournalCursor.next_seq).where(JournalCursor.source == source)
-    if (await connection.execute(known)).one_or_none() is not None:
-        return False
-    await connection.execute(insert(JournalCursor).values(source=source, next_seq=following))
-    return expected == 0
 
 
 def _row(entry: JournalEntry, owner: Row[Any], source: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The verbs of a sandbox: create, kill, lose, update. One function a verb; each is safe to repeat after a crash.
 
-Order of a create: room is reserved, the record is written, the node makes it, the gateway reaches its agent, the record
-says `running`. What fails is undone in the reverse order. No network call happens inside a transaction.
+Order of a create: room is reserved, the record is written, the node makes it while the gateway waits for its agent, the
+record says `running`. What fails is undone in the reverse order. No network call happens inside a transaction.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
 from cpuos.server.db.sandboxes import advance, insert_sandbox, row_of, update_fields
 from cpuos.server.gateway import GatewayControl
+from cpuos.server.network import Networks
 from cpuos.server.quotas import Quotas
 from cpuos.server.states import Verb, next_state, sources, unusable
 from cpuos.server.tasks import Tasks
 from cpuos.types.audit import AuditResult
+from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeSandboxCreate, SandboxFacts
 from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxState, SandboxUpdate
 
@@ -70,6 +72,7 @@ class Lifecycle:
         database: Database,
         scheduler: Scheduler,
         gateway: GatewayControl,
+        networks: Networks,
         audit: Audit,
         quotas: Quotas,
         tasks: Tasks,
@@ -80,6 +83,7 @@ class Lifecycle:
         self._database = database
         self._scheduler = scheduler
         self._gateway = gateway
+        self._networks = networks
         self._audit = audit
         self._quotas = quotas
         self._tasks = tasks
@@ -114,9 +118,11 @@ class Lifecycle:
             begun(sandbox_id)
             undo.push_async_exit(self._fail_unless_kept(row))
             undo.push_async_callback(self._remove_from_node, row)
-            facts = await self._scheduler.client(row.node).create(_node_request(row))
+            policy = await self._networks.effective(row)
             undo.push_async_callback(self._forget_quietly, row.id)
-            return await self._attach_and_start(row, facts, creation=creation)
+            async with self._attaching(row, starting_s=self._create_deadline.total_seconds()) as attached:
+                facts = await self._scheduler.client(row.node).create(_node_request(row, policy))
+                return await self._start(row, facts, attached=attached, creation=creation)
 
     async def finish_create(self, row: Row[Any], facts: SandboxFacts) -> None:
         """Bring a create to its end that an earlier server process began and whose sandbox runs on the node."""
@@ -124,7 +130,8 @@ class Lifecycle:
             undo.push_async_exit(self._fail_unless_kept(row))
             undo.push_async_callback(self._remove_from_node, row)
             undo.push_async_callback(self._forget_quietly, row.id)
-            await self._attach_and_start(row, facts, creation=creation)
+            async with self._attaching(row) as attached:
+                await self._start(row, facts, attached=attached, creation=creation)
 
     async def fail_create(self, row: Row[Any], *, reason: str) -> None:
         """End a create that no process works on any more."""
@@ -261,6 +268,7 @@ class Lifecycle:
         asked = request.model_dump(exclude={"runtime", "min_isolation"})
         values = {
             **asked,
+            "network": request.network.model_dump(mode="json"),
             "id": sandbox_id,
             "workspace": workspace,
             "state": SandboxState.CREATING.value,
@@ -289,16 +297,30 @@ class Lifecycle:
                 details={"field": "name", "value": request.name},
             ) from error
 
-    async def _attach_and_start(self, row: Row[Any], facts: SandboxFacts, *, creation: Creation) -> Row[Any]:
+    @asynccontextmanager
+    async def _attaching(self, row: Row[Any], *, starting_s: float = 0.0) -> AsyncIterator[asyncio.Future[None]]:
+        """The gateway on its way to the agent, from now on; called off when the block is left before it is there."""
+        attached = asyncio.ensure_future(
+            self._gateway.attach(
+                row.id,
+                generation=row.generation,
+                hostname=_hostname(row),
+                wait_s=self._agent_wait_s,
+                starting_s=starting_s,
+            )
+        )
+        try:
+            yield attached
+        finally:
+            attached.cancel()
+            await asyncio.gather(attached, return_exceptions=True)
+
+    async def _start(
+        self, row: Row[Any], facts: SandboxFacts, *, attached: asyncio.Future[None], creation: Creation
+    ) -> Row[Any]:
         if not facts.alive:
             raise _died(row, facts.exit_reason)
-        attach = self._gateway.attach(
-            row.id,
-            generation=row.generation,
-            hostname=_hostname(row),
-            wait_s=self._agent_wait_s,
-        )
-        await creation.unless_abandoned(attach, what="create sandbox: it ended before its agent answered")
+        await creation.unless_abandoned(attached, what="create sandbox: it ended before its agent answered")
         now = self._clock()
         async with self._database.write() as connection:
             started = await advance(
@@ -320,6 +342,8 @@ class Lifecycle:
                 code="sandbox_stopped",
                 hint="cpuos create",
             )
+        if started.network_applied < started.network_version:
+            await self._networks.tell(started)  # its workspace's policy was changed meanwhile
         _log.info("sandbox running", sandbox=row.id, runtime=facts.runtime, isolation=facts.isolation.value)
         return started
 
@@ -441,7 +465,7 @@ def _hostname(row: Row[Any]) -> str:
     return row.name or row.id
 
 
-def _node_request(row: Row[Any]) -> NodeSandboxCreate:
+def _node_request(row: Row[Any], policy: EffectivePolicy) -> NodeSandboxCreate:
     return NodeSandboxCreate(
         id=row.id,
         generation=row.generation,
@@ -452,6 +476,7 @@ def _node_request(row: Row[Any]) -> NodeSandboxCreate:
         memory_mib=row.memory_mib,
         disk_mib=row.disk_mib,
         max_processes=row.max_processes,
+        network=policy,
     )
 
 

@@ -13,6 +13,7 @@ from sqlalchemy import Row, select
 from cpuos.errors import CpuosError
 from cpuos.scheduler.base import Scheduler
 from cpuos.server.clock import Clock
+from cpuos.server.connections import ConnectionIngest
 from cpuos.server.db.database import Database
 from cpuos.server.db.models import SandboxRow
 from cpuos.server.db.sandboxes import find_sandboxes, live_rows
@@ -30,6 +31,7 @@ from cpuos.server.decide import (
 )
 from cpuos.server.journal import JournalIngest
 from cpuos.server.lifecycle import Lifecycle
+from cpuos.server.network import Networks
 from cpuos.server.settlement import Settlement
 from cpuos.server.tasks import Tasks
 from cpuos.types.node import SandboxFacts
@@ -54,7 +56,9 @@ class Reconciler:
         database: Database,
         scheduler: Scheduler,
         lifecycle: Lifecycle,
+        networks: Networks,
         journal: JournalIngest,
+        connections: ConnectionIngest,
         settlement: Settlement,
         tasks: Tasks,
         clock: Clock,
@@ -64,7 +68,9 @@ class Reconciler:
         self._database = database
         self._scheduler = scheduler
         self._lifecycle = lifecycle
+        self._networks = networks
         self._journal = journal
+        self._connections = connections
         self._settlement = settlement
         self._tasks = tasks
         self._clock = clock
@@ -78,6 +84,7 @@ class Reconciler:
             (self.tick, TICK_S),
             (self.sweep, SWEEP_S),
             (self.ingest, TICK_S),
+            (self.ingest_connections, TICK_S),
         ]
         self._loops = [asyncio.create_task(self._repeat(step, every_s)) for step, every_s in loops]
         self._loops.append(asyncio.create_task(self._watch()))
@@ -94,6 +101,7 @@ class Reconciler:
         await self._apply([], listed_at=None)
         await self._settlement.run()
         await self._tell_gateway()
+        await self._networks.tell_pending()
 
     async def sweep(self) -> None:
         """Compare everything: all the node has with all that is on record."""
@@ -113,6 +121,10 @@ class Reconciler:
     async def ingest(self) -> None:
         """Take over the gateway's journal."""
         await self._tasks.share("journal", "take", self._journal.run())
+
+    async def ingest_connections(self) -> None:
+        """Take over what the node's records worker has seen."""
+        await self._tasks.share("connections", "take", self._connections.run())
 
     # --- loops ---
 

@@ -20,6 +20,8 @@ ACTIONS = (
     "sandbox.kill",
     "sandbox.expire",
     "sandbox.lost",
+    "sandbox.network",
+    "workspace.network",
     "access.create",
     "link.create",
     "command.start",

@@ -20,7 +20,9 @@ __all__ = [
     "NetworkPolicy",
     "PolicyLayer",
     "RefusedConnection",
+    "SandboxNetwork",
     "Verdict",
+    "WorkspaceNetwork",
 ]
 
 MAX_TARGETS = 256
@@ -137,3 +139,19 @@ class RefusedConnection(Answer):
     reason: str
     """One sentence that tells a person or a model what happened and what would help."""
     count: int = 1
+
+
+class SandboxNetwork(Answer):
+    """The network policy of one sandbox: its own, its workspace's, and whether both hold already."""
+
+    policy: NetworkPolicy
+    workspace_policy: NetworkPolicy
+    """A destination must be allowed by this one too."""
+    version: int
+    """Rises with each change of either."""
+    applied: bool
+    """False for the moments until the node has put the newest version in place."""
+
+
+class WorkspaceNetwork(Answer):
+    policy: NetworkPolicy

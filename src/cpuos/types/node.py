@@ -8,11 +8,25 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from cpuos.types.base import Answer, Request
+from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation
 
-__all__ = ["NodeFacts", "NodeSandboxCreate", "RuntimeFacts", "SandboxFacts", "SandboxStats", "TemplateFacts"]
+__all__ = [
+    "NodeFacts",
+    "NodeNetworkUpdate",
+    "NodeSandboxCreate",
+    "RuntimeFacts",
+    "SandboxFacts",
+    "SandboxStats",
+    "TemplateFacts",
+]
 
 SandboxId = Annotated[str, StringConstraints(pattern=SANDBOX_ID_PATTERN)]
+
+
+def _nothing() -> EffectivePolicy:
+    off = PolicyLayer(origin="sandbox", policy=NetworkPolicy(mode=NetworkMode.OFF))
+    return EffectivePolicy(version=1, layers=[off])
 
 
 class NodeSandboxCreate(Request):
@@ -27,6 +41,14 @@ class NodeSandboxCreate(Request):
     memory_mib: int = Field(ge=128, le=1 << 20)
     disk_mib: int = Field(ge=64, le=1 << 22)
     max_processes: int = Field(ge=16, le=32768)
+    network: EffectivePolicy = Field(default_factory=_nothing)
+    """In place before the first instruction of the guest; who says nothing gets nothing."""
+
+
+class NodeNetworkUpdate(Request):
+    generation: int = Field(ge=1)
+    policy: EffectivePolicy
+    """Put in place unless a newer version is already."""
 
 
 class RuntimeFacts(Answer):

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, ValidationInfo, field_validator
 
 from cpuos.types.base import Answer, Request
+from cpuos.types.network import NetworkPolicy
 
 __all__ = [
     "LIVE_STATES",
@@ -69,6 +70,8 @@ class SandboxCreate(Request):
     """Session length from create; the sandbox is killed when it ends."""
     labels: dict[LabelKey, Label] = Field(default_factory=dict, max_length=64)
     task: Annotated[str, StringConstraints(max_length=128)] | None = None
+    network: NetworkPolicy = Field(default_factory=NetworkPolicy)
+    """What it may reach; the workspace's policy holds beside it."""
 
     @field_validator("max_processes", mode="before")
     @classmethod
@@ -104,6 +107,7 @@ class Sandbox(Answer):
     timeout_s: float
     labels: dict[str, str] = Field(default_factory=dict)
     task: str | None = None
+    network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     created_at: datetime
     started_at: datetime | None = None
     expires_at: datetime | None = None

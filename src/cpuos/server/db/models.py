@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, Dialect, ForeignKey, Index, MetaData, String, TypeDecorator, text
+from sqlalchemy import JSON, BigInteger, DateTime, Dialect, ForeignKey, Index, MetaData, String, TypeDecorator, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
     "ApiKey",
     "AuditRow",
     "Base",
+    "ConnectionRow",
     "IdempotencyRow",
     "JournalCursor",
     "OpenIntent",
@@ -61,6 +62,8 @@ class Workspace(Base):
     name: Mapped[str] = mapped_column(String(63), unique=True)
     max_sandboxes: Mapped[int | None]
     """Live sandboxes it may have; None: as many as the nodes hold."""
+    network: Mapped[dict[str, Any]] = mapped_column(default=lambda: {"mode": "internet"})
+    """`NetworkPolicy` that holds for each of its sandboxes beside the sandbox's own."""
     created_at: Mapped[datetime]
 
 
@@ -112,6 +115,12 @@ class SandboxRow(Base):
     timeout_s: Mapped[float]
     labels: Mapped[dict[str, Any]]
     task: Mapped[str | None] = mapped_column(String(128))
+    network: Mapped[dict[str, Any]]
+    """Its own `NetworkPolicy`."""
+    network_version: Mapped[int] = mapped_column(default=1)
+    """Of its own policy and its workspace's together: rises with each change of either."""
+    network_applied: Mapped[int] = mapped_column(default=1)
+    """The version that the node has put in place."""
     created_by: Mapped[str] = mapped_column(String(63))
     intent: Mapped[int | None]
     """Audit id of the create's intent: ties the row to its request across a restart."""
@@ -156,6 +165,37 @@ class AuditRow(Base):
     source_seq: Mapped[int | None]
 
 
+class ConnectionRow(Base):
+    """Outbound connections as the node's records worker saw them: inserted once, completed when they end."""
+
+    __tablename__ = "connections"
+    __table_args__ = (
+        Index("ix_connections_source_connection", "source", "connection", unique=True),
+        Index("ix_connections_workspace_sandbox", "workspace", "sandbox", "id"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[datetime]
+    workspace: Mapped[str] = mapped_column(String(32))
+    sandbox: Mapped[str] = mapped_column(String(20))
+    command: Mapped[str | None] = mapped_column(String(16))
+    kind: Mapped[str] = mapped_column(String(8))
+    name: Mapped[str | None] = mapped_column(String(253))
+    address: Mapped[str | None] = mapped_column(String(15))
+    port: Mapped[int | None]
+    verdict: Mapped[str] = mapped_column(String(8))
+    rule: Mapped[str]
+    count: Mapped[int] = mapped_column(default=1)
+    bytes_sent: Mapped[int | None] = mapped_column(BigInteger)
+    bytes_received: Mapped[int | None] = mapped_column(BigInteger)
+    ended_at: Mapped[datetime | None]
+    source: Mapped[str] = mapped_column(String(63))
+    """Which records worker told it."""
+    connection: Mapped[int]
+    """Its number there."""
+
+
 class OpenIntent(Base):
     """Intents without outcome; what an earlier start of the server left here is settled by the reconciler."""
 
@@ -185,7 +225,7 @@ class JournalCursor(Base):
     __tablename__ = "journal_cursors"
 
     source: Mapped[str] = mapped_column(String(63), primary_key=True)
-    """The gateway's instance id."""
+    """The instance id of a gateway, or of a records worker."""
     next_seq: Mapped[int]
 
 

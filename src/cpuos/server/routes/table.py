@@ -7,6 +7,13 @@ from cpuos.server.guard import Route
 from cpuos.server.routes.access import create_access, create_link
 from cpuos.server.routes.audit import list_audit
 from cpuos.server.routes.installation import get_capacity, get_health, list_nodes, list_templates
+from cpuos.server.routes.network import (
+    get_sandbox_network,
+    get_workspace_network,
+    list_sandbox_connections,
+    update_sandbox_network,
+    update_workspace_network,
+)
 from cpuos.server.routes.sandboxes import (
     ReplayCreate,
     create_sandbox,
@@ -27,6 +34,11 @@ ROUTES: tuple[Route, ...] = (
     Route(method="DELETE", path="/v1/sandboxes/{ref}",        handler=delete_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.kill"),
     Route(method="POST",   path="/v1/sandboxes/{ref}/access", handler=create_access,  permission=P.SANDBOXES_ACCESS, audit="access.create"),
     Route(method="POST",   path="/v1/sandboxes/{ref}/links",  handler=create_link,    permission=P.SANDBOXES_ACCESS, audit="link.create", status=201),
+    Route(method="GET",    path="/v1/sandboxes/{ref}/network", handler=get_sandbox_network, permission=P.SANDBOXES_READ),
+    Route(method="PUT",    path="/v1/sandboxes/{ref}/network", handler=update_sandbox_network, permission=P.SANDBOXES_WRITE, audit="sandbox.network"),
+    Route(method="GET",    path="/v1/sandboxes/{ref}/connections", handler=list_sandbox_connections, permission=P.AUDIT_READ),
+    Route(method="GET",    path="/v1/workspace/network",      handler=get_workspace_network, permission=P.SANDBOXES_READ),
+    Route(method="PUT",    path="/v1/workspace/network",      handler=update_workspace_network, permission=P.WORKSPACE_WRITE, audit="workspace.network"),
     Route(method="GET",    path="/v1/audit",                  handler=list_audit,     permission=P.AUDIT_READ),
     Route(method="GET",    path="/v1/templates",              handler=list_templates, permission=P.NODES_READ),
     Route(method="GET",    path="/v1/nodes",                  handler=list_nodes,     permission=P.NODES_READ),
