@@ -29,6 +29,8 @@ class _Attach(Request):
     generation: int = Field(ge=1)
     hostname: Annotated[str, StringConstraints(max_length=64)] = ""
     wait_s: float = Field(10.0, ge=0, le=300)
+    starting_s: float = Field(0.0, ge=0, le=3600)
+    """For so long the node may still be making the sandbox; `wait_s` counts from when it runs."""
 
 
 class _Detach(Request):
@@ -61,7 +63,11 @@ class _Revoke(Request):
 async def _attach(call: Call, gateway: Gateway) -> None:
     request: _Attach = read_model(_Attach, await call.body(limit=MAX_JSON))
     hello = await gateway.sandboxes.attach(
-        _sandbox_id(call), request.generation, hostname=request.hostname, wait_s=request.wait_s
+        _sandbox_id(call),
+        request.generation,
+        hostname=request.hostname,
+        wait_s=request.wait_s,
+        starting_s=request.starting_s,
     )
     await call.answer_json(200, {"agent": hello.agent, "contract": hello.contract, "boot_s": hello.boot_s})
 

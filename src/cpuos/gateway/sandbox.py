@@ -79,7 +79,7 @@ class GatewaySandbox:
 
     # attach and detach
 
-    async def attach(self, generation: int, *, hostname: str, wait_s: float) -> Hello:
+    async def attach(self, generation: int, *, hostname: str, wait_s: float, starting_s: float = 0.0) -> Hello:
         """Make the agent ours and take up its commands. A repeat answers the same; an older generation is refused."""
         async with self._attaching:
             if generation < self.generation:
@@ -94,12 +94,12 @@ class GatewaySandbox:
                 return self.hello
             if generation > self.generation and self.generation:
                 await self.end(CommandStatus.SANDBOX_LOST, "the sandbox was made anew as another generation")
-            return await self._attach(generation, hostname=hostname, wait_s=wait_s)
+            return await self._attach(generation, hostname=hostname, wait_s=wait_s, starting_s=starting_s)
 
-    async def _attach(self, generation: int, *, hostname: str, wait_s: float) -> Hello:
+    async def _attach(self, generation: int, *, hostname: str, wait_s: float, starting_s: float) -> Hello:
         agent = self._client(generation)
         try:
-            self._identifying = asyncio.ensure_future(agent.identify(wait_s=wait_s))
+            self._identifying = asyncio.ensure_future(agent.identify(wait_s=wait_s, starting_s=starting_s))
             hello = await self._identifying
             self.generation, self.hostname, self.ended = generation, hostname, None
             self._save()

@@ -78,11 +78,13 @@ class Sandboxes:
             )
         return sandbox
 
-    async def attach(self, sandbox_id: str, generation: int, *, hostname: str, wait_s: float) -> Hello:
+    async def attach(
+        self, sandbox_id: str, generation: int, *, hostname: str, wait_s: float, starting_s: float = 0.0
+    ) -> Hello:
         if generation < 1:
             raise InvalidRequest(f"cannot attach generation {generation}", "generations start at 1")
         sandbox = self._sandboxes.get(sandbox_id) or self._make(sandbox_id)
-        return await sandbox.attach(generation, hostname=hostname, wait_s=wait_s)
+        return await sandbox.attach(generation, hostname=hostname, wait_s=wait_s, starting_s=starting_s)
 
     async def detach(self, sandbox_id: str, status: CommandStatus, reason: str) -> None:
         """Nothing there is fine."""

@@ -30,6 +30,8 @@ log = structlog.get_logger("cpuos.node")
 
 SWEEP_S = 5.0
 WATCH_RETRY_S = 1.0
+# Well below the time that a dialling gateway gives the node for its answer.
+DIAL_WAIT_S = 5.0
 # How long a deleted sandbox's mark refuses late repeats of its create: far over every time limit of a call.
 GONE_KEPT = timedelta(hours=1)
 
@@ -130,7 +132,12 @@ class NodeService:
         )
 
     async def dial(self, sandbox_id: str, *, generation: int) -> Opened:
-        """A socket to the agent of a running sandbox of exactly this generation."""
+        """A socket to the agent of a running sandbox of exactly this generation; one that is being created is waited
+        for, but not for longer than `DIAL_WAIT_S`."""
+        record = self._records.get(sandbox_id)
+        creating = self._creates.get(sandbox_id)
+        if creating is not None and record is not None and record.generation == generation:
+            await asyncio.wait([creating], timeout=DIAL_WAIT_S)
         record = self._running(sandbox_id)
         if generation != record.generation:
             raise _stale(sandbox_id, asked=generation, known=record.generation)
@@ -203,13 +210,14 @@ class NodeService:
             nonlocal record
             record = record.becomes(Stage.RUNNING, process=process, started_at=self._clock(), changed_at=self._clock())
 
-        recorded = Step(name="record", do=lambda: self._keep(record), undo=lambda: self._undo_record(record))
+        # Neither is waited for on its way to the volume. A restarted daemon reads it from the page cache; with the host
+        # the process dies, and what lies on the volume without a record is an orphan.
+        recorded = Step(
+            name="record", do=lambda: self._keep(record, sync=False), undo=lambda: self._undo_record(record)
+        )
         return [
-            # The record need not be on disk before what bears its id: a restarted daemon removes such things even when
-            # no record owns them. Before a process runs it must be.
             Together(steps=[recorded, *self._assembly.part_steps(spec)]),
             self._assembly.start_step(spec, runtime, started=started),
-            # Not waited for: what runs dies with the host, and a restarted daemon reads it from the page cache.
             Step(name="running", do=lambda: self._keep(record, sync=False)),
         ]
 
@@ -399,8 +407,11 @@ class NodeService:
     # records
 
     async def _keep(self, record: Record, *, sync: bool = True) -> None:
-        """On disk first, then in memory."""
-        await asyncio.to_thread(self._journal.write, record, sync=sync)
+        """In the journal first, then in memory."""
+        if sync:
+            await asyncio.to_thread(self._journal.write, record)
+        else:
+            self._journal.write(record, sync=False)  # into the page cache: a thread would take longer
         self._records[record.id] = record
 
     async def _forget(self, sandbox_id: str) -> None:

@@ -15,7 +15,7 @@ from cpuos.errors import AgentFailure, CpuosError
 from cpuos.gateway.agent.answers import AgentCommands, Hello, read_answer, refusal
 from cpuos.gateway.agent.connection import AgentConnection, AgentTimes, FrameSink, open_connection
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
-from cpuos.gateway.agent.sockets import Dialler, SocketStock, duplicate
+from cpuos.gateway.agent.sockets import Dialled, Dialler, SocketStock, duplicate
 
 __all__ = ["AgentClient"]
 
@@ -29,6 +29,11 @@ FIRST_CONNECT_LIMIT_S = 0.03
 BOOT_POLL_S = 0.01
 BOOT_SOON_S = 0.5
 BOOT_SLOW_POLL_S = 0.05
+REFUSED_POLL_S = 0.002
+"""The link lives, its agent is not there yet: a matter of milliseconds."""
+UNKNOWN_POLL_S = 0.2
+NOT_THERE_YET = frozenset({"sandbox_not_found", "wrong_state"})
+"""What a node says of a sandbox that it is about to make, or takes long to make."""
 DELETE_QUIET_S = 0.5
 DELETE_BATCH = 32
 
@@ -61,23 +66,40 @@ class AgentClient:
 
     # identity
 
-    async def identify(self, *, wait_s: float) -> Hello:
-        """Make the agent ours: dial until it answers, prove who asks, and check who answers."""
+    async def identify(self, *, wait_s: float, starting_s: float = 0.0) -> Hello:
+        """Make the agent ours: dial until it answers, prove who asks, and check who answers.
+
+        For `starting_s` the node may still be making the sandbox; `wait_s` counts from when it runs.
+        """
+        dialled = await self._dial_when_made(starting_s)
         began = time.monotonic()
         deadline = began + wait_s
         connect_limit_s = FIRST_CONNECT_LIMIT_S
         while True:
             try:
-                return await self._identify_once(connect_limit_s)
+                return await self._identify_once(dialled, connect_limit_s)
             except AgentFailure as error:
                 if error.code != "agent_unresponsive" or time.monotonic() >= deadline:
                     raise
             await asyncio.sleep(BOOT_POLL_S if time.monotonic() - began < BOOT_SOON_S else BOOT_SLOW_POLL_S)
             connect_limit_s = min(connect_limit_s * 1.5, self.times.connect_s)
+            dialled = await self._sockets.dial()
 
-    async def _identify_once(self, connect_limit_s: float) -> Hello:
-        dialled = await self._sockets.dial()
-        connection = await open_connection(dialled.socket, dialled.address, times=self.times, limit_s=connect_limit_s)
+    async def _dial_when_made(self, starting_s: float) -> Dialled:
+        """The node itself holds a dial back until it has made the sandbox: one that is not known yet will be soon."""
+        until = time.monotonic() + starting_s
+        poll_s = BOOT_POLL_S
+        while True:
+            try:
+                return await self._sockets.dial()
+            except CpuosError as error:
+                if error.code not in NOT_THERE_YET or time.monotonic() >= until:
+                    raise
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, UNKNOWN_POLL_S)
+
+    async def _identify_once(self, dialled: Dialled, connect_limit_s: float) -> Hello:
+        connection = await self._connect_when_listening(dialled, connect_limit_s)
         try:
             body = json.dumps(
                 {
@@ -100,6 +122,25 @@ class AgentClient:
         self._give(connection, answer)
         self._refill()
         return hello
+
+    async def _connect_when_listening(self, dialled: Dialled, limit_s: float) -> AgentConnection:
+        """A refusal comes at once: the same socket asks again, which costs the node nothing."""
+        guest, until = dialled.socket, time.monotonic() + limit_s
+        while True:
+            again = duplicate(guest)
+            try:
+                connection = await open_connection(guest, dialled.address, times=self.times, limit_s=limit_s)
+            except AgentFailure as error:
+                refused = isinstance(error.__cause__, ConnectionRefusedError)
+                if again is None or not refused or time.monotonic() >= until:
+                    raise
+                await asyncio.sleep(REFUSED_POLL_S)
+                guest, again = again, None
+            else:
+                return connection
+            finally:
+                if again is not None:
+                    again.close()
 
     # plain calls
 
