@@ -1,0 +1,133 @@
+"""What node and workers say to each other, one class an operation. What a worker says is hostile: numbers, ids, names
+in their own alphabets, in lists with an end."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from cpuos.node.network.blocked import Exemption
+from cpuos.node.network.workers.channel import Message
+from cpuos.types.network import EffectivePolicy
+
+__all__ = [
+    "Close",
+    "Host",
+    "Hub",
+    "Learn",
+    "Learned",
+    "LearnedAddress",
+    "LearnedName",
+    "Open",
+    "Ping",
+    "PolicyChange",
+    "Sockets",
+    "Start",
+    "WantSockets",
+]
+
+SandboxId = Annotated[str, Field(pattern=r"^[a-z0-9]{20}$")]
+Name = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9_.-]+$")]
+"""A host name as the judge wants it: lower case, A-labels, no dot at its end."""
+Seconds = Annotated[int, Field(ge=0, le=604_800)]
+
+
+class Start(Message):
+    """The first call to every worker. Descriptors: its feed to or from the records worker, as the worker says."""
+
+    op: ClassVar[str] = "start"
+    resolvers: list[ipaddress.IPv4Address] = Field(default_factory=list)
+    """dns: who is asked, in this order."""
+    exemptions: list[Exemption] = Field(default_factory=list)
+    """dns: names that it answers itself."""
+    host_addresses: list[ipaddress.IPv4Address] = Field(default_factory=list)
+    state_dir: str = ""
+    """records: where its journal lies."""
+    socket_path: str = ""
+    """records: where it serves."""
+
+
+class Ping(Message):
+    """Whether the worker still gets round."""
+
+    op: ClassVar[str] = "ping"
+
+
+class Host(Message):
+    """The host's own addresses have changed."""
+
+    op: ClassVar[str] = "host"
+    host_addresses: list[ipaddress.IPv4Address]
+
+
+class Open(Message):
+    """Serve a sandbox; one that is served already is opened anew with these descriptors."""
+
+    op: ClassVar[str] = "open"
+    sandbox: SandboxId
+    policy: EffectivePolicy
+    exemptions: list[Exemption] = Field(default_factory=list)
+    slot_address: ipaddress.IPv4Address | None = None
+    """records: the source address of its flows in the hub."""
+
+
+class PolicyChange(Message):
+    op: ClassVar[str] = "policy"
+    sandbox: SandboxId
+    policy: EffectivePolicy
+
+
+class Close(Message):
+    """Forget a sandbox and close its descriptors; one that is not known is fine."""
+
+    op: ClassVar[str] = "close"
+    sandbox: SandboxId
+
+
+class Sockets(Message):
+    """peek: unconnected TCP sockets made in the sandbox's router namespace."""
+
+    op: ClassVar[str] = "sockets"
+    sandbox: SandboxId
+
+
+class Hub(Message):
+    """records: the conntrack event socket of the hub."""
+
+    op: ClassVar[str] = "hub"
+
+
+class LearnedAddress(Message):
+    address: ipaddress.IPv4Address
+    ttl_s: Seconds
+
+
+class LearnedName(Message):
+    name: Name
+    address: ipaddress.IPv4Address
+    ttl_s: Seconds
+
+
+class Learned(Message):
+    """dns answers `policy`: names and addresses that the new policy still allows."""
+
+    learned: list[LearnedName] = Field(max_length=4096)
+
+
+class Learn(Message):
+    """dns asks: open an allowed name's addresses, before the guest hears of them."""
+
+    op: ClassVar[str] = "learn"
+    sandbox: SandboxId
+    name: Name
+    addresses: list[LearnedAddress] = Field(min_length=1, max_length=64)
+
+
+class WantSockets(Message):
+    """peek asks for stock."""
+
+    op: ClassVar[str] = "sockets"
+    sandbox: SandboxId
+    count: int = Field(ge=1, le=64)
