@@ -1,8 +1,12 @@
 """Fixtures of a private instance: real sandboxes where the machine can, the fake runtime elsewhere."""
 
+import os
 import signal
 
 # A shell starts background work with SIGINT ignored, and that is inherited: tests of Ctrl-C mean the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test changes the network of the machine that runs it; those that need an uplink have a sealed world for it.
+os.environ.setdefault("CPUOS_NETWORK_UPLINK", "none")
 
 pytest_plugins = ["cpuos.testing.fixtures"]

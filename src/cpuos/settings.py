@@ -10,13 +10,16 @@ import hashlib
 import json
 import os
 import pwd
+import re
 import tomllib
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cpuos.errors import InvalidRequest
 
@@ -25,6 +28,7 @@ __all__ = [
     "DEFAULT_RUN_DIR",
     "RUNSC_VERSION",
     "Settings",
+    "check_preview_domain",
     "load_settings",
     "publish_endpoint",
     "read_endpoint",
@@ -33,6 +37,7 @@ __all__ = [
 RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
 """The gVisor module version this release is written and tested against."""
 
+_DOMAIN = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 DEFAULT_DATA_DIR = Path("/var/lib/cpuos")
 DEFAULT_RUN_DIR = Path("/run/cpuos")
 """The instance that runs here is the machine's own: its key lies in its user's home, its command on the PATH."""
@@ -60,6 +65,18 @@ class Settings(BaseSettings):
     gateway_public_url: str = ""
     """The gateway's URL as clients see it; it goes into every `data_url`."""
 
+    preview_host: str = "127.0.0.1"
+    preview_port: int = Field(7072, ge=0, le=65535)
+    preview_domain: str = "preview.localhost"
+    """Below it lie the host names of previews, `PORT-SANDBOX.DOMAIN`. Never a name of the API, the gateway or the
+    dashboard, nor one below or above such a name: what sandboxes serve there must not share cookies with them."""
+    preview_public_url: str = ""
+    """The preview domain's URL as visitors see it, where that is not `http://DOMAIN:PORT` (a proxy in front)."""
+    preview_tls_cert: str = ""
+    """PEM file of a certificate for `*.DOMAIN`; previews are then served by TLS. `cpuos certs` makes one."""
+    preview_tls_key: str = ""
+    """PEM file of the certificate's key, readable by the gateway's user."""
+
     runtime: str = "gvisor"
     max_sandboxes: int = Field(64, ge=1)
     cpu_overcommit: float = Field(8.0, ge=1)
@@ -79,6 +96,19 @@ class Settings(BaseSettings):
     """Recorded output kept of all ended sandboxes together; that of the sandbox that ended first goes first."""
     record_retention_s: float = Field(86400, ge=0, le=365 * 86400)
     """How long an ended sandbox's commands and output stay readable."""
+
+    network_block: str = "auto"
+    """IPv4 network (/26 or larger): its first four addresses join this instance's sandboxes to the host, the others are
+    seen in the hub only. "auto" takes the first of a list that meets no route of the host."""
+    network_uplink: Literal["nat", "none"] = "nat"
+    """"none": sandboxes reach nothing outside, and nothing is changed on the host for them."""
+    network_exceptions: Annotated[list[str], NoDecode] = Field(default_factory=list)
+    """`NAME=ADDRESS:PORT` or `NAME=ADDRESS:PORT/udp`: services in an always-blocked range that sandboxes may reach by
+    that name, where their policy allows it. In the environment separated by commas."""
+    dns_servers: Annotated[list[str], NoDecode] = Field(default_factory=lambda: ["1.1.1.1", "9.9.9.9", "8.8.8.8"])
+    """Addresses of the resolvers that answer for sandboxes; never the host's own, which may know private names."""
+    network_pool: int = Field(4, ge=0, le=256)
+    """Network slots that are kept ready, so that a create does not wait for one."""
 
     database_url: str = ""
     """SQLAlchemy URL of the server's database; SQLite in the state directory unless set."""
@@ -109,6 +139,18 @@ class Settings(BaseSettings):
         values.setdefault("state_dir", data_dir / "state")
         return {key: os.path.abspath(value) if key.endswith("_dir") else value for key, value in values.items()}
 
+    @field_validator("network_exceptions", "dns_servers", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [part for part in re.split(r"[,\s]+", value) if part] if isinstance(value, str) else value
+
+    @field_validator("preview_domain", "preview_public_url")
+    @classmethod
+    def _keep_previews_apart(cls, value: str, info: ValidationInfo) -> str:
+        if info.field_name == "preview_domain":
+            return check_preview_domain(value, info.data)
+        return _check_preview_url(value, info.data.get("preview_domain"))
+
     # --- names ---
 
     @cached_property
@@ -125,6 +167,11 @@ class Settings(BaseSettings):
     def gateway_uid(self) -> int:
         """The user the gateway runs as: `cpuos-gateway`, or whoever runs this where set-up has made no users."""
         return _uid_of("cpuos-gateway")
+
+    @property
+    def network_uid(self) -> int:
+        """The user the network workers run as: `cpuos-network`, or whoever runs this where set-up has made no users."""
+        return _uid_of("cpuos-network")
 
     # --- artifacts, in the data directory ---
 
@@ -176,6 +223,11 @@ class Settings(BaseSettings):
         return self.state_dir / "server"
 
     @property
+    def network_state_dir(self) -> Path:
+        """cpuos-network, 0700."""
+        return self.state_dir / "network"
+
+    @property
     def log_dir(self) -> Path:
         """One log file a daemon."""
         return self.state_dir / "logs"
@@ -218,14 +270,19 @@ class Settings(BaseSettings):
         return self.run_dir / "server"
 
     @property
-    def gateway_socket(self) -> Path:
-        """The gateway's control API; peers allowed: root and the server."""
-        return self.gateway_run_dir / "gateway.sock"
-
-    @property
     def network_run_dir(self) -> Path:
         """The network workers' own folder in the run directory."""
         return self.run_dir / "network"
+
+    @property
+    def network_socket(self) -> Path:
+        """The record of connections; peers allowed: root, the server and the gateway."""
+        return self.network_run_dir / "network.sock"
+
+    @property
+    def gateway_socket(self) -> Path:
+        """The gateway's control API; peers allowed: root and the server."""
+        return self.gateway_run_dir / "gateway.sock"
 
     @property
     def records_socket(self) -> Path:
@@ -253,6 +310,11 @@ class Settings(BaseSettings):
         return self.gateway_run_dir / "endpoint.json"
 
     @property
+    def preview_endpoint(self) -> Path:
+        """`{"url": …}` of the preview domain, published by the gateway once it listens for visitors."""
+        return self.gateway_run_dir / "previews.json"
+
+    @property
     def endpoints(self) -> Path:
         """`{"api_url": …, "gateway_url": …}`, written by `cpuos up` when all parts are ready."""
         return self.run_dir / "endpoints.json"
@@ -278,6 +340,28 @@ def load_settings(**values: Any) -> Settings:
         raise InvalidRequest(
             f"cannot read the settings: {name} = {first['input']!r}", first["msg"], hint=f"unset CPUOS_{name.upper()}"
         ) from error
+
+
+def check_preview_domain(value: str, others: Mapping[str, Any]) -> str:
+    """The domain in lower case; ValueError where it cannot be kept apart from what the settings `others` name."""
+    domain = value.lower()
+    if not _DOMAIN.fullmatch(domain) or len(domain) > 200:
+        raise ValueError(f"{value!r} is no domain name such as preview.example.com")
+    urls = [others.get(name) or "" for name in ("api_public_url", "gateway_public_url")]
+    names = [others.get(name) or "" for name in ("api_host", "gateway_host")]
+    for name in [*names, *((urlsplit(url).hostname or "") for url in urls)]:
+        name = name.lower()
+        if domain == name or name.endswith(f".{domain}") or (domain.endswith(f".{name}") and name != "localhost"):
+            raise ValueError(f"{domain} shares cookies with {name}, a name of the API or the gateway; take another")
+    return domain
+
+
+def _check_preview_url(value: str, domain: str | None) -> str:
+    """A preview URL names the preview domain, so that both say the same."""
+    parts = urlsplit(value)
+    if value and (parts.scheme not in ("http", "https") or parts.hostname != domain):
+        raise ValueError(f"{value!r} is not http:// or https:// with the setting preview_domain as its host")
+    return value.rstrip("/")
 
 
 def publish_endpoint(path: Path, url: str) -> None:
@@ -315,4 +399,6 @@ def _uid_of(user: str) -> int:
 
 
 def _as_text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,6 +15,7 @@ from cpuos.client import AsyncClient, Client
 from cpuos.errors import CpuosError
 from cpuos.settings import load_settings
 from cpuos.testing.instance import Instance
+from cpuos.testing.sealed import SealedInstance, SealedWorld
 
 __all__ = [
     "async_client",
@@ -22,6 +23,8 @@ __all__ = [
     "fake_instance",
     "instance",
     "pytest_collection_modifyitems",
+    "sealed",
+    "sealed_instance",
     "small_instance_capacity",
 ]
 
@@ -48,6 +51,25 @@ def instance() -> Iterator[Instance]:
 def fake_instance() -> Iterator[Instance]:
     """Always the fake runtime: fast, and nothing is isolated."""
     with Instance(runtime="fake", max_sandboxes=MAX_SANDBOXES) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="session")
+def sealed() -> Iterator[SealedWorld]:
+    """A host without a way out, and a fake internet behind it; needs root. Tests share it: `sealed.clear()` first."""
+    if os.geteuid() != 0:
+        pytest.skip("a sealed network world needs root")
+    with SealedWorld() as world:
+        yield world
+
+
+@pytest.fixture(scope="session")
+def sealed_instance(sealed: SealedWorld) -> Iterator[SealedInstance]:
+    """A whole instance with real sandboxes inside the sealed world."""
+    reason = _why_not_gvisor()
+    if reason:
+        pytest.skip(reason)
+    with sealed.instance(runtime="gvisor", max_sandboxes=MAX_SANDBOXES) as instance:
         yield instance
 
 

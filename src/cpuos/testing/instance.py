@@ -41,7 +41,10 @@ _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOM
 class Instance:
     """One instance, started by `with`; at the end its sandboxes are deleted and nothing of it is left."""
 
-    def __init__(self, *, runtime: str = "fake", data_dir: Path | None = None, **values: Any) -> None:
+    def __init__(
+        self, *, runtime: str = "fake", data_dir: Path | None = None, netns: Path | None = None, **values: Any
+    ) -> None:
+        """With `netns` the parts run in that network namespace; reaching their ports is the caller's affair."""
         self.folder = Path(tempfile.mkdtemp(prefix="cpuos-"))
         self.folder.chmod(0o755)  # the daemons' users pass through it
         if data_dir is None:
@@ -51,8 +54,10 @@ class Instance:
             state_dir=self.folder / "state",
             run_dir=self.folder / "run",
             runtime=runtime,
-            **{"api_port": _free_port(), "gateway_port": _free_port(), **values},
+            # Without an uplink nothing is changed outside of the instance's own namespaces.
+            **{"api_port": _free_port(), "gateway_port": _free_port(), "network_uplink": "none", **values},
         )
+        self._place = ["nsenter", f"--net={netns}", "--"] if netns else []
         self.api_key = ""
         self._users = _daemons_can_be_other_users()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -112,7 +117,7 @@ class Instance:
         rights = _rights_of(f"cpuos-{part}") if self._users and part != "node" else []
         with (self.settings.log_dir / f"{part}.log").open("ab") as log:
             self._processes[part] = subprocess.Popen(
-                [*rights, sys.executable, "-m", module],
+                [*self._place, *rights, sys.executable, "-m", module],
                 cwd="/",
                 env={**_ENVIRONMENT, **self.settings.environment()},
                 stdin=subprocess.DEVNULL,

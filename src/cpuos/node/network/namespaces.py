@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from cpuos.node import syscalls
 
-__all__ = ["in_fresh_thread", "keep_namespace", "new_namespace", "release_namespace"]
+__all__ = ["in_fresh_thread", "inside", "keep_namespace", "new_namespace", "release_namespace", "set_sysctls"]
 
 T = TypeVar("T")
 _OWN = "/proc/thread-self/ns/net"
@@ -33,6 +33,29 @@ def in_fresh_thread(work: Callable[[], T]) -> T:
     if failure:
         raise failure[0]
     return outcome[0]
+
+
+def inside(path: Path, work: Callable[[], T]) -> T:
+    """Run `work` in a thread of its own in the network namespace with this name. What it opens stays there."""
+
+    def run() -> T:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            syscalls.setns(descriptor, syscalls.CLONE_NEWNET)
+        finally:
+            os.close(descriptor)
+        return work()
+
+    return in_fresh_thread(run)
+
+
+def set_sysctls(values: Mapping[str, str]) -> None:
+    """Of the calling thread's network namespace, by their path below /proc/sys; one that this kernel lacks is left."""
+    for name, value in values.items():
+        try:
+            Path("/proc/sys", name).write_text(value)
+        except FileNotFoundError:
+            continue
 
 
 def new_namespace() -> int:

@@ -7,24 +7,40 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
-__all__ = ["RouteNetlink"]
+__all__ = ["Route", "RouteNetlink"]
 
 # linux/netlink.h, linux/rtnetlink.h, linux/if_link.h, linux/veth.h, linux/neighbour.h
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_REPLACE, _NLM_F_EXCL, _NLM_F_CREATE = 1, 4, 0x100, 0x200, 0x400
-_NLMSG_ERROR = 2
-_RTM_NEWLINK, _RTM_SETLINK, _RTM_NEWADDR, _RTM_NEWNEIGH = 16, 19, 20, 28
+_NLM_F_DUMP = 0x300
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_RTM_NEWLINK, _RTM_DELLINK, _RTM_SETLINK, _RTM_NEWADDR, _RTM_GETADDR = 16, 17, 19, 20, 22
+_RTM_NEWROUTE, _RTM_GETROUTE, _RTM_NEWNEIGH = 24, 26, 28
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 18, 28
 _IFLA_INFO_KIND, _IFLA_INFO_DATA, _VETH_INFO_PEER = 1, 2, 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _NDA_DST, _NDA_LLADDR = 1, 2
+_RTA_DST, _RTA_OIF, _RTA_GATEWAY, _RTA_PREFSRC = 1, 4, 5, 7
+_RT_TABLE_MAIN, _RTPROT_STATIC, _RT_SCOPE_UNIVERSE, _RT_SCOPE_LINK, _RTN_UNICAST = 254, 4, 0, 253, 1
 _NUD_PERMANENT = 0x80
 _IFF_UP = 1
 _HEADER = struct.Struct("=IHHII")
 _LINK = struct.Struct("=BxHiII")
 _ADDRESS = struct.Struct("=BBBBI")
 _NEIGHBOUR = struct.Struct("=BxxxiHBB")
+_ROUTE = struct.Struct("=BBBBBBBBI")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """An IPv4 route of any table, local addresses included."""
+
+    network: ipaddress.IPv4Network
+    device: str
+    """Empty where there is none: blackholes and the like."""
 
 
 class RouteNetlink:
@@ -69,6 +85,65 @@ class RouteNetlink:
         body += _attribute(_NDA_DST, ipaddress.ip_address(address).packed) + _attribute(_NDA_LLADDR, _mac(mac))
         self._ask(_RTM_NEWNEIGH, _NLM_F_CREATE | _NLM_F_REPLACE, body)
 
+    def set_route(self, name: str, network: str, *, gateway: str | None = None, source: str | None = None) -> None:
+        """Reach `network` through the device, directly or by a gateway; one that is there already is replaced."""
+        target = ipaddress.IPv4Network(network)
+        scope = _RT_SCOPE_UNIVERSE if gateway else _RT_SCOPE_LINK
+        head = (socket.AF_INET, target.prefixlen, 0, 0, _RT_TABLE_MAIN, _RTPROT_STATIC, scope, _RTN_UNICAST, 0)
+        body = _ROUTE.pack(*head) + _attribute(_RTA_DST, target.network_address.packed)
+        body += _attribute(_RTA_OIF, struct.pack("=I", socket.if_nametoindex(name)))
+        for kind, address in ((_RTA_GATEWAY, gateway), (_RTA_PREFSRC, source)):
+            if address:
+                body += _attribute(kind, ipaddress.IPv4Address(address).packed)
+        self._ask(_RTM_NEWROUTE, _NLM_F_CREATE | _NLM_F_REPLACE, body)
+
+    def delete_link(self, name: str) -> None:
+        """Remove a device, and with a veth its other end. Nothing there is fine."""
+        try:
+            index = socket.if_nametoindex(name)
+        except OSError:
+            return
+        self._ask(_RTM_DELLINK, 0, _LINK.pack(socket.AF_UNSPEC, 0, index, 0, 0))
+
+    def routes(self) -> list[Route]:
+        """Every IPv4 route of every table."""
+        found = []
+        for body in self._dump(_RTM_GETROUTE, _ROUTE.pack(socket.AF_INET, *[0] * 8)):
+            family, prefix, *_ = _ROUTE.unpack_from(body)
+            if family != socket.AF_INET:
+                continue
+            attributes = dict(_attributes(body[_ROUTE.size :]))
+            network = ipaddress.IPv4Network((attributes.get(_RTA_DST, b"\0" * 4), prefix))
+            found.append(Route(network=network, device=_device(attributes.get(_RTA_OIF))))
+        return found
+
+    def addresses(self) -> list[tuple[str, ipaddress.IPv4Interface]]:
+        """Device and address of every IPv4 address here."""
+        found = []
+        for body in self._dump(_RTM_GETADDR, _ADDRESS.pack(socket.AF_INET, 0, 0, 0, 0)):
+            family, prefix, _, _, index = _ADDRESS.unpack_from(body)
+            attributes = dict(_attributes(body[_ADDRESS.size :]))
+            packed = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
+            if family == socket.AF_INET and packed:
+                found.append((_device(struct.pack("=I", index)), ipaddress.IPv4Interface((packed, prefix))))
+        return found
+
+    def _dump(self, kind: int, body: bytes) -> Iterator[bytes]:
+        self._number += 1
+        self._socket.send(
+            _HEADER.pack(_HEADER.size + len(body), kind, _NLM_F_REQUEST | _NLM_F_DUMP, self._number, 0) + body
+        )
+        while True:
+            data = self._socket.recv(1 << 18)
+            while data:
+                length, answer, _, number, _ = _HEADER.unpack_from(data)
+                if answer == _NLMSG_DONE:
+                    return
+                if answer == _NLMSG_ERROR or number != self._number or length < _HEADER.size:
+                    raise OSError(errno.EPROTO, "unexpected netlink answer")
+                yield data[_HEADER.size : length]
+                data = data[(length + 3) & ~3 :]
+
     def _ask(self, kind: int, flags: int, body: bytes) -> None:
         self._number += 1
         head = _HEADER.pack(_HEADER.size + len(body), kind, _NLM_F_REQUEST | _NLM_F_ACK | flags, self._number, 0)
@@ -84,6 +159,22 @@ class RouteNetlink:
 
 def _attribute(kind: int, value: bytes) -> bytes:
     return struct.pack("=HH", 4 + len(value), kind) + value + b"\0" * (-len(value) % 4)
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(data) >= 4:
+        length, kind = struct.unpack_from("=HH", data)
+        if length < 4:
+            return
+        yield kind & 0x3FFF, data[4:length]
+        data = data[(length + 3) & ~3 :]
+
+
+def _device(index: bytes | None) -> str:
+    try:
+        return socket.if_indextoname(struct.unpack("=I", index)[0]) if index else ""
+    except OSError:  # it went meanwhile
+        return ""
 
 
 def _text(kind: int, value: str) -> bytes:

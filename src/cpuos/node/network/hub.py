@@ -1,0 +1,227 @@
+"""The hub: the namespace in which all slots of an instance meet, and the one link by which it reaches the host.
+
+The hub's address on that link stands for all slots (masquerade), so the host's routes know nothing but one /30. Its
+rules hold a second time what each router holds: a sandbox that got past its own router still reaches no other sandbox,
+no blocked range and nothing of the host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Literal
+
+from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
+from cpuos.node.network.namespaces import (
+    in_fresh_thread,
+    inside,
+    keep_namespace,
+    new_namespace,
+    release_namespace,
+    set_sysctls,
+)
+from cpuos.node.network.netlink import RouteNetlink
+from cpuos.node.network.plan import SLOT_PREFIX, UPLINK, BlockPlan, host_link, host_table
+from cpuos.node.network.slot import ROUTING_SYSCTLS
+
+__all__ = ["Hub", "host_rules", "hub_rules", "remove_host_network"]
+
+_HOST_MAC, _UPLINK_MAC = "02:00:0a:00:00:05", "02:00:0a:00:00:06"
+_HUB_TABLE = "hub"
+
+
+class Hub:
+    """Made by the first daemon and found again by the next: it lives on while sandboxes do."""
+
+    def __init__(
+        self, folder: Path, *, instance_id: str, uplink: Literal["nat", "none"], exemptions: Sequence[Exemption] = ()
+    ) -> None:
+        self._folder = folder
+        self._instance_id = instance_id
+        self._uplink = uplink
+        self._exemptions = tuple(exemptions)
+
+    @property
+    def path(self) -> Path:
+        """The hub's namespace."""
+        return self._folder / "hub"
+
+    def kept_block(self) -> IPv4Network | None:
+        """The block of a hub that an earlier daemon made and that is still there."""
+        if not _is_namespace(self.path):
+            return None
+        try:
+            return IPv4Network((self._folder / "block").read_text().strip())
+        except (OSError, ValueError):
+            return None
+
+    def open(self, plan: BlockPlan) -> None:
+        """Make it, or mend the one that is there: nothing of what passes it now is cut. Blocks; may be repeated."""
+        if self.kept_block() != plan.network:
+            self.remove()
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / "block").write_text(f"{plan.network}\n")
+            in_fresh_thread(self._make)
+        inside(self.path, lambda: _load(hub_rules(exemptions=self._exemptions)))
+        if self._uplink == "nat":
+            self._join_host(plan)
+        else:
+            remove_host_network(self._instance_id)
+        inside(self.path, lambda: set_sysctls({"net/ipv4/ip_forward": "1"}))
+
+    def remove(self) -> None:
+        """Take it away with the host's link and table. Nothing there is fine."""
+        remove_host_network(self._instance_id)
+        release_namespace(self.path)
+
+    def _make(self) -> None:
+        os.close(new_namespace())
+        keep_namespace(self.path)
+        set_sysctls(ROUTING_SYSCTLS)
+        with RouteNetlink() as hub:
+            hub.set_up("lo")
+
+    def _join_host(self, plan: BlockPlan) -> None:
+        """The table before the link: there is no moment in which the link may do more than it should."""
+        _load(host_rules(self._instance_id, plan))
+        link = host_link(self._instance_id)
+        with RouteNetlink() as host:
+            if not self._is_joined(host, plan):
+                host.delete_link(link)
+                hub_namespace = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    host.add_veth(link, mac=_HOST_MAC, peer=UPLINK, peer_mac=_UPLINK_MAC, peer_netns=hub_namespace)
+                finally:
+                    os.close(hub_namespace)
+            set_sysctls({f"net/ipv6/conf/{link}/disable_ipv6": "1"})
+            host.set_address(link, f"{plan.host_address}/30")
+            host.set_up(link)
+            host.set_neighbour(link, str(plan.hub_address), mac=_UPLINK_MAC)
+        inside(self.path, lambda: _raise_uplink(plan))
+        set_sysctls({"net/ipv4/ip_forward": "1"})
+
+    def _is_joined(self, host: RouteNetlink, plan: BlockPlan) -> bool:
+        """Whether the host's link is there and leads into this very hub."""
+        devices = {device for device, address in host.addresses() if address.ip == plan.host_address}
+        return host_link(self._instance_id) in devices and inside(self.path, lambda: _has_device(UPLINK))
+
+
+def remove_host_network(instance_id: str) -> list[str]:
+    """Take from the host what an instance added to it: its link, with the route, and its table. Says what it was."""
+    removed = []
+    link, table = host_link(instance_id), host_table(instance_id)
+    if _has_device(link):
+        with RouteNetlink() as host:
+            host.delete_link(link)
+        removed.append(f"link {link}")
+    if _has_table(table):
+        _load(f"delete table ip {table}\n")
+        removed.append(f"nft table ip {table}")
+    return removed
+
+
+def hub_rules(*, exemptions: Sequence[Exemption] = ()) -> str:
+    """One transaction that puts the hub's table in place of an earlier one."""
+    slots = f'iifname "{SLOT_PREFIX}*"'
+    return f"""
+table ip {_HUB_TABLE} {{}}
+delete table ip {_HUB_TABLE}
+table ip {_HUB_TABLE} {{
+  set blocked {{ type ipv4_addr; flags interval; elements = {{ {_blocked_networks()} }} }}
+  set exempt {{ type ipv4_addr . inet_proto . inet_service; {_exempt_elements(exemptions)} }}
+  chain forward {{
+    type filter hook forward priority filter; policy drop;
+    {slots} fib saddr . iif oif missing counter drop
+    ct state invalid counter drop
+    ct state established,related accept
+    {slots} oifname != "{UPLINK}" counter drop
+    {slots} ip daddr . meta l4proto . th dport @exempt accept
+    {slots} ip daddr @blocked counter drop
+    {slots} tcp dport {{ {", ".join(map(str, sorted(BLOCKED_PORTS)))} }} counter drop
+    {slots} meta l4proto {{ tcp, udp, icmp }} accept
+    counter
+  }}
+  chain input {{
+    type filter hook input priority filter; policy drop;
+  }}
+  chain output {{
+    type filter hook output priority filter; policy drop;
+    meta l4proto icmp accept
+  }}
+  chain postrouting {{
+    type nat hook postrouting priority srcnat;
+    oifname "{UPLINK}" masquerade
+  }}
+}}
+"""
+
+
+def host_rules(instance_id: str, plan: BlockPlan) -> str:
+    """One transaction that puts the host's table in place of an earlier one."""
+    link, table = host_link(instance_id), host_table(instance_id)
+    return f"""
+table ip {table} {{}}
+delete table ip {table}
+table ip {table} {{
+  chain input {{
+    type filter hook input priority filter; policy accept;
+    iifname "{link}" ct state established,related accept
+    iifname "{link}" counter drop
+  }}
+  chain forward {{
+    type filter hook forward priority filter; policy accept;
+    iifname "{link}" ip saddr != {plan.hub_address} counter drop
+    iifname "{link}" oifname "{link}" counter drop
+    oifname "{link}" ct state established,related accept
+    oifname "{link}" counter drop
+  }}
+  chain postrouting {{
+    type nat hook postrouting priority srcnat;
+    ip saddr {plan.hub_address} oifname != "{link}" masquerade
+  }}
+}}
+"""
+
+
+def _blocked_networks() -> str:
+    return ", ".join(str(blocked.network) for blocked in ALWAYS_BLOCKED)
+
+
+def _exempt_elements(exemptions: Sequence[Exemption]) -> str:
+    keys = sorted({f"{rule.address} . {rule.protocol} . {rule.port}" for rule in exemptions})
+    return f"elements = {{ {', '.join(keys)} }}" if keys else ""
+
+
+def _raise_uplink(plan: BlockPlan) -> None:
+    with RouteNetlink() as hub:
+        hub.set_address(UPLINK, f"{plan.hub_address}/30")
+        hub.set_up(UPLINK)
+        hub.set_neighbour(UPLINK, str(plan.host_address), mac=_HOST_MAC)
+        hub.set_route(UPLINK, "0.0.0.0/0", gateway=str(plan.host_address))
+
+
+def _load(rules: str) -> None:
+    """In the namespace of the calling thread; a process of its own, since this happens once a daemon."""
+    done = subprocess.run(["nft", "-f", "-"], input=rules, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"nft refused the rules: {done.stderr.strip()[:500]}")
+
+
+def _has_table(name: str) -> bool:
+    listed = subprocess.run(["nft", "list", "table", "ip", name], capture_output=True, check=False)
+    return listed.returncode == 0
+
+
+def _has_device(name: str) -> bool:
+    return name in {device for _, device in socket.if_nameindex()}
+
+
+def _is_namespace(path: Path) -> bool:
+    try:
+        return os.stat(path).st_dev == os.stat("/proc/self/ns/net").st_dev
+    except OSError:
+        return False
