@@ -171,6 +171,7 @@ class FakeGateway:
         self.attach_gate.set()
         self.source = "gateway-1"
         self.entries: list[dict[str, Any]] = []
+        self.ports: dict[tuple[str, int], dict[str, Any]] = {}
 
     async def attach(
         self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
@@ -194,6 +195,14 @@ class FakeGateway:
         self._demand_reachable()
         entries = [entry for entry in self.entries if entry["seq"] > after][:limit]
         return JournalPage(source=self.source, entries=entries, next=entries[-1]["seq"] if entries else after)
+
+    async def open_port(self, sandbox_id: str, *, port: int, **told: Any) -> None:
+        self._demand_reachable()
+        self.ports[sandbox_id, port] = told
+
+    async def close_port(self, sandbox_id: str, *, port: int, epoch: int) -> None:
+        self._demand_reachable()
+        self.ports.pop((sandbox_id, port), None)
 
     async def revoke(self, **which: str) -> None:
         self._demand_reachable()
@@ -243,6 +252,7 @@ class Installation:
             database_url=f"sqlite+aiosqlite:///{self.folder / 'cpuos.db'}",
             ticket_key=self.folder / "ticket.key",
             data_url=lambda: "http://127.0.0.1:7071",
+            preview_url=lambda: "http://preview.localhost:7072",
             **chosen,
         )
         opened = open_control_plane(

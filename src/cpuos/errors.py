@@ -26,6 +26,7 @@ __all__ = [
     "OutputLost",
     "PermissionDenied",
     "PlatformError",
+    "PortProblem",
     "SandboxGone",
     "SetupRequired",
     "Unavailable",
@@ -135,6 +136,12 @@ class PermissionDenied(FileProblem):
     code = "file_permission_denied"
 
 
+class PortProblem(CpuosError):
+    """Nothing inside the sandbox listens on the port, or what listens there gave no valid answer."""
+
+    code = "port_not_open"
+
+
 class PlatformError(CpuosError):
     """cpuOS itself failed; never the command's own failure."""
 
@@ -242,6 +249,13 @@ ERRORS: dict[str, tuple[type[CpuosError], int, str]] = {
         409,
         "An entry would leave the target folder or collide; nothing outside was touched.",
     ),
+    "port_not_open": (PortProblem, 502, "Nothing inside the sandbox listens on that port."),
+    "port_answer_invalid": (PortProblem, 502, "What listens on that port gave no valid HTTP answer, or none in time."),
+    "request_malformed": (
+        InvalidRequest,
+        400,
+        "The request to a preview is not valid HTTP/1.1, or its Host names no preview.",
+    ),
     "sandbox_lost": (SandboxGone, 410, "The sandbox died; its record says when and why."),
     "sandbox_stopped": (SandboxGone, 410, "The sandbox was killed or its time ended."),
     "agent_unresponsive": (AgentFailure, 504, "The agent inside the sandbox did not answer in time."),
@@ -325,6 +339,12 @@ _WORDS: dict[str, tuple[str, str]] = {
         "an entry would leave the folder or collide",
         "use an empty folder, and names that differ in more than their case",
     ),
+    "port_not_open": (
+        "nothing inside listens there, on 127.0.0.1 or ::1",
+        "start the server in the sandbox, such as: cpuos exec SANDBOX python3 -m http.server 3000",
+    ),
+    "port_answer_invalid": ("what listens there does not speak HTTP/1.1", "see what it prints: cpuos logs SANDBOX"),
+    "request_malformed": ("it is not HTTP/1.1 as a preview takes it", "sbx.ports.url(3000), or cpuos ports SANDBOX"),
     "sandbox_lost": ("it died", "cpuos audit --sandbox SANDBOX tells when; cpuos create"),
     "sandbox_stopped": ("it was killed or its time ended", "cpuos create; cpuos ps --all SANDBOX shows what ran in it"),
     "agent_unresponsive": (

@@ -24,6 +24,7 @@ BODIES = {
     "create_sandbox": {},
     "update_sandbox": {"labels": {}},
     "create_link": {"path": "a"},
+    "create_port": {"port": 3000},
     "update_sandbox_network": {"mode": "off"},
     "update_workspace_network": {"mode": "internet"},
 }
@@ -36,7 +37,7 @@ def name(route: Route) -> str:
 async def call(server: Server, route: Route, ref: str, key: str | None) -> httpx2.Response:
     headers = {"authorization": f"Bearer {key}".encode()} if key else {}
     body = BODIES.get(route.handler.__name__)
-    path = route.path.replace("{ref}", ref)
+    path = route.path.replace("{ref}", ref).replace("{port}", "3000")
     request = server.http.build_request(route.method, path, json=body, headers=headers)
     if key is None:
         del request.headers["authorization"]

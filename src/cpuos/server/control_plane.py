@@ -56,6 +56,8 @@ class ServerOptions:
     ticket_key: Path
     data_url: Callable[[], str | None]
     """URL of the gateway as clients see it; None while it has published none."""
+    preview_url: Callable[[], str | None] = lambda: None
+    """URL of the preview domain as visitors see it: the names of previews stand before its host."""
     capacity: CapacityRules = field(default_factory=CapacityRules)
     create_deadline_s: float = 120.0
     """A sandbox that is not running by then is failed."""
@@ -95,6 +97,19 @@ class ControlPlane:
                 hint="cpuos status",
             )
         return url
+
+    def preview_url(self, sandbox_id: str, port: int) -> str:
+        """Where visitors find a port of a sandbox."""
+        url = self.options.preview_url()
+        if url is None:
+            raise Unavailable(
+                "cannot say where previews are",
+                "the gateway has not published their address since it started",
+                code="gateway_unavailable",
+                hint="cpuos status",
+            )
+        scheme, _, place = url.rstrip("/").partition("://")
+        return f"{scheme}://{port}-{sandbox_id}.{place}/"
 
     def access(self, sandbox: Row[Any] | Sandbox, *, actor: str) -> Access:
         """A fresh ticket for a sandbox; for one that has ended it grants no more than to read its record."""

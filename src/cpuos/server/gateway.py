@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -49,6 +50,24 @@ class GatewayControl(Protocol):
         """Refuse the tickets of a `jti`, a `sandbox` or an `actor` from now on."""
         ...
 
+    async def open_port(
+        self,
+        sandbox_id: str,
+        *,
+        port: int,
+        epoch: int,
+        generation: int,
+        public: bool,
+        public_until: datetime | None,
+        host: str | None,
+    ) -> None:
+        """Let visitors in: those with a token of this epoch, or everyone."""
+        ...
+
+    async def close_port(self, sandbox_id: str, *, port: int, epoch: int) -> None:
+        """Let nobody in with a token of this epoch or before, and cut what is open. Nothing there is fine."""
+        ...
+
     async def health(self) -> None: ...
 
     async def aclose(self) -> None: ...
@@ -87,6 +106,24 @@ class LocalGatewayControl:
 
     async def revoke(self, **which: str) -> None:
         await self._call("POST", "/v1/tickets/revoke", body=which)
+
+    async def open_port(
+        self,
+        sandbox_id: str,
+        *,
+        port: int,
+        epoch: int,
+        generation: int,
+        public: bool,
+        public_until: datetime | None,
+        host: str | None,
+    ) -> None:
+        until = None if public_until is None else public_until.timestamp()
+        body = {"epoch": epoch, "generation": generation, "public": public, "public_until": until, "host": host}
+        await self._call("PUT", f"/v1/sandboxes/{sandbox_id}/ports/{port}", body=body)
+
+    async def close_port(self, sandbox_id: str, *, port: int, epoch: int) -> None:
+        await self._call("DELETE", f"/v1/sandboxes/{sandbox_id}/ports/{port}", query={"epoch": epoch})
 
     async def health(self) -> None:
         await self._call("GET", "/v1/health", timeout_s=2.0)

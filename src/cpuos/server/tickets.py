@@ -69,6 +69,31 @@ class TicketSigner:
         token = self._sign(expires_at, scope=("link",), ws=workspace, sbx=sandbox, gen=generation, act=actor, path=path)
         return f"{data_url}/v1/links/{quote(token)}", expires_at
 
+    def preview(
+        self,
+        *,
+        workspace: str,
+        sandbox: str,
+        generation: int,
+        actor: str,
+        port: int,
+        epoch: int,
+        host: str | None,
+        expires_at: datetime,
+    ) -> str:
+        """Opens one published port, until it is closed."""
+        return self._sign(
+            expires_at,
+            scope=("preview",),
+            ws=workspace,
+            sbx=sandbox,
+            gen=generation,
+            act=actor,
+            port=port,
+            epoch=epoch,
+            host=host,
+        )
+
     def _sign(self, expires_at: datetime, *, scope: Sequence[str], **claims: str | int | None) -> str:
         payload = {
             "jti": secrets.token_urlsafe(12),

@@ -24,6 +24,8 @@ ACTIONS = (
     "workspace.network",
     "access.create",
     "link.create",
+    "port.open",
+    "port.close",
     "command.start",
     "command.kill",
     "file.read",

@@ -16,6 +16,7 @@ __all__ = [
     "IdempotencyRow",
     "JournalCursor",
     "OpenIntent",
+    "PortRow",
     "SandboxRow",
     "ServerStart",
     "UtcDateTime",
@@ -204,6 +205,23 @@ class OpenIntent(Base):
     id: Mapped[int] = mapped_column(ForeignKey("audit.id"), primary_key=True, autoincrement=False)
     epoch: Mapped[int]
     deadline_at: Mapped[datetime]
+
+
+class PortRow(Base):
+    """A port that was published; a closed one keeps its row, and with it the epoch that its tokens have."""
+
+    __tablename__ = "ports"
+
+    sandbox: Mapped[str] = mapped_column(ForeignKey("sandboxes.id"), primary_key=True)
+    port: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    epoch: Mapped[int]
+    """Goes up each time that it is published after it was closed."""
+    public: Mapped[bool]
+    public_until: Mapped[datetime | None]
+    host: Mapped[str | None] = mapped_column(String(16))
+    created_by: Mapped[str] = mapped_column(String(63))
+    created_at: Mapped[datetime]
+    closed_at: Mapped[datetime | None]
 
 
 class IdempotencyRow(Base):

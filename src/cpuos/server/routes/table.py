@@ -14,6 +14,7 @@ from cpuos.server.routes.network import (
     update_sandbox_network,
     update_workspace_network,
 )
+from cpuos.server.routes.ports import create_port, delete_port, list_ports
 from cpuos.server.routes.sandboxes import (
     ReplayCreate,
     create_sandbox,
@@ -34,6 +35,9 @@ ROUTES: tuple[Route, ...] = (
     Route(method="DELETE", path="/v1/sandboxes/{ref}",        handler=delete_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.kill"),
     Route(method="POST",   path="/v1/sandboxes/{ref}/access", handler=create_access,  permission=P.SANDBOXES_ACCESS, audit="access.create"),
     Route(method="POST",   path="/v1/sandboxes/{ref}/links",  handler=create_link,    permission=P.SANDBOXES_ACCESS, audit="link.create", status=201),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/ports",  handler=create_port,    permission=P.SANDBOXES_ACCESS, audit="port.open"),
+    Route(method="GET",    path="/v1/sandboxes/{ref}/ports",  handler=list_ports,     permission=P.SANDBOXES_READ),
+    Route(method="DELETE", path="/v1/sandboxes/{ref}/ports/{port}", handler=delete_port, permission=P.SANDBOXES_ACCESS, audit="port.close"),
     Route(method="GET",    path="/v1/sandboxes/{ref}/network", handler=get_sandbox_network, permission=P.SANDBOXES_READ),
     Route(method="PUT",    path="/v1/sandboxes/{ref}/network", handler=update_sandbox_network, permission=P.SANDBOXES_WRITE, audit="sandbox.network"),
     Route(method="GET",    path="/v1/sandboxes/{ref}/connections", handler=list_sandbox_connections, permission=P.AUDIT_READ),
