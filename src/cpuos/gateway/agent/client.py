@@ -30,6 +30,7 @@ BOOT_POLL_S = 0.01
 BOOT_SOON_S = 0.5
 BOOT_SLOW_POLL_S = 0.05
 REFUSED_POLL_S = 0.002
+REFUSED_LIMIT_S = 1.0
 """The link lives, its agent is not there yet: a matter of milliseconds."""
 UNKNOWN_POLL_S = 0.2
 NOT_THERE_YET = frozenset({"sandbox_not_found", "wrong_state"})
@@ -125,7 +126,7 @@ class AgentClient:
 
     async def _connect_when_listening(self, dialled: Dialled, limit_s: float) -> AgentConnection:
         """A refusal comes at once: the same socket asks again, which costs the node nothing."""
-        guest, until = dialled.socket, time.monotonic() + limit_s
+        guest, until = dialled.socket, time.monotonic() + REFUSED_LIMIT_S
         while True:
             again = duplicate(guest)
             try:
@@ -135,6 +136,8 @@ class AgentClient:
                 if again is None or not refused or time.monotonic() >= until:
                     raise
                 await asyncio.sleep(REFUSED_POLL_S)
+                if not self._sockets.disconnect(again):
+                    raise
                 guest, again = again, None
             else:
                 return connection

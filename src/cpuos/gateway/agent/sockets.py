@@ -61,7 +61,7 @@ class SocketStock:
 
     def give(self, used: socket.socket, address: tuple[str, int] | str) -> None:
         """Take a duplicate of a socket whose connection was closed."""
-        if self._closed or len(self._kept) >= MOST_KEPT or not self._disconnect(used):
+        if self._closed or len(self._kept) >= MOST_KEPT or not self.disconnect(used):
             used.close()
         else:
             self._kept.append((used, address))
@@ -72,7 +72,8 @@ class SocketStock:
             kept.close()
         self._kept.clear()
 
-    def _disconnect(self, used: socket.socket) -> bool:
+    def disconnect(self, used: socket.socket) -> bool:
+        """Whether the socket, connected or refused, may be connected again."""
         if used.family != socket.AF_INET:
             return False
         return self._connect(used.fileno(), _NO_ADDRESS, len(_NO_ADDRESS)) == 0
