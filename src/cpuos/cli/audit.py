@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpuos.cli.output import JsonOption, current_output
+from cpuos.cli.output import JsonOption, Output, current_output
+from cpuos.cli.sandboxes import connected
 
 if TYPE_CHECKING:
     from cpuos import Client
@@ -27,6 +28,10 @@ def list_audit(
     action: Annotated[str | None, typer.Option(help="Only this action, such as command.start.")] = None,
     after: Annotated[int | None, typer.Option(help="Those that follow this id, instead of the newest.", min=0)] = None,
     limit: Annotated[int, typer.Option(help="Most entries to show.", min=1, max=1000)] = 100,
+    connections: Annotated[
+        str | None, typer.Option("--connections", metavar="SANDBOX", help="What this sandbox connected to, instead.")
+    ] = None,
+    refused: Annotated[bool, typer.Option("--refused", help="With --connections: only the refused ones.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show who did what, and with what outcome.
@@ -36,6 +41,9 @@ def list_audit(
     from cpuos import Client
 
     output = current_output(ctx)
+    if connections is not None:
+        _show_connections(output, connections, refused=refused, limit=limit)
+        return
     with Client() as client:
         entries = _read_entries(client, sandbox=sandbox, action=action, after=after, limit=limit)
     if output.json:
@@ -54,6 +62,31 @@ def list_audit(
         for entry in entries
     ]
     output.table(("ID", "AT (UTC)", "ACTOR", "ACTION", "TARGET", "RESULT", "DETAIL"), rows, empty="no entry")
+
+
+def _show_connections(output: Output, sandbox: str, *, refused: bool, limit: int) -> None:
+    """The newest `limit` connections, in the order in which they were seen."""
+    with connected(sandbox) as sbx:
+        shown = sbx.audit.connections(verdict="refused" if refused else None)[-limit:]
+    if output.json:
+        output.data({"connections": shown})
+        return
+    rows = [
+        (
+            f"{one.at:%Y-%m-%d %H:%M:%S}",
+            one.kind,
+            one.name,
+            one.address if one.port is None else f"{one.address or ''}:{one.port}",
+            f"{one.verdict} x{one.count}" if one.count > 1 else one.verdict,
+            one.rule,
+            one.bytes_sent,
+            one.bytes_received,
+            one.command,
+        )
+        for one in shown
+    ]
+    headings = ("AT (UTC)", "KIND", "NAME", "ADDRESS", "VERDICT", "RULE", "SENT", "RECEIVED", "COMMAND")
+    output.table(headings, rows, empty="no connection")
 
 
 def _read_entries(

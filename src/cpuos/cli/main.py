@@ -16,7 +16,20 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from cpuos.cli import audit, commands, copies, exec, keys, machine, overview, profiles, sandboxes, shells, templates
+from cpuos.cli import (
+    audit,
+    commands,
+    copies,
+    exec,
+    keys,
+    machine,
+    networks,
+    overview,
+    profiles,
+    sandboxes,
+    shells,
+    templates,
+)
 from cpuos.cli.output import JsonOption, Output
 from cpuos.errors import CpuosError, InvalidRequest, PlatformError
 
@@ -42,7 +55,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for group in (sandboxes, exec, commands, shells, copies, profiles, templates, audit, keys, machine):
+for group in (sandboxes, exec, commands, shells, copies, networks, profiles, templates, audit, keys, machine):
     group.register(app)
 
 

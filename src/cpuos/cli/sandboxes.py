@@ -35,6 +35,12 @@ def create(
     timeout: Annotated[str | None, typer.Option(help="Session length, then it is killed (default 15m).")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE; may be repeated.")] = None,
     task: Annotated[str | None, typer.Option(help="Id of the task that owns it, in your application.")] = None,
+    network: Annotated[str | None, typer.Option("--network", help="internet (default) or off.")] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="Reach only this: *.example.com, 1.2.3.0/24:443; may be repeated."),
+    ] = None,
+    deny: Annotated[list[str] | None, typer.Option("--deny", help="Never reach this; may be repeated.")] = None,
     runtime: Annotated[str | None, typer.Option(help="gvisor, or auto (default).")] = None,
     min_isolation: Annotated[str | None, typer.Option(help="Refuse less than: microvm, gvisor, emulated.")] = None,
     idempotency_key: Annotated[str | None, typer.Option(help="A repeat with this key gives the same sandbox.")] = None,
@@ -45,6 +51,7 @@ def create(
     It runs until `cpuos kill` or the end of its timeout.
     """
     from cpuos import Client, Sandbox
+    from cpuos.cli.networks import read_network
 
     output = current_output(ctx)
     wishes = {
@@ -56,6 +63,7 @@ def create(
         "timeout": timeout,
         "labels": parse_pairs(label, option="--label"),
         "task": task,
+        "network": read_network(network, allow=allow, deny=deny),
         "runtime": runtime,
         "min_isolation": min_isolation,
         "idempotency_key": idempotency_key,

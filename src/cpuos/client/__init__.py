@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cpuos.client._sync.sandbox import Sandbox
     from cpuos.client._sync.shell import Shell
     from cpuos.client._tree import TransferReport
+    from cpuos.client.network import Network
     from cpuos.client.result import Result
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncShell",
     "Client",
     "Job",
+    "Network",
     "Result",
     "Sandbox",
     "Shell",
@@ -40,6 +42,7 @@ _HOMES = {
     "AsyncShell": "_async.shell",
     "Client": "_sync.client",
     "Job": "_sync.job",
+    "Network": "network",
     "Result": "result",
     "Sandbox": "_sync.sandbox",
     "Shell": "_sync.shell",

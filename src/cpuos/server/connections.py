@@ -21,7 +21,14 @@ from cpuos.server.db.sandboxes import find_sandboxes
 from cpuos.types.base import Answer
 from cpuos.types.network import Connection, ConnectionKind, ConnectionList, Verdict
 
-__all__ = ["ConnectionIngest", "ConnectionRecords", "LocalConnectionRecords", "RecordsPage", "list_connections"]
+__all__ = [
+    "ConnectionIngest",
+    "ConnectionRecords",
+    "LocalConnectionRecords",
+    "RecordEntry",
+    "RecordsPage",
+    "list_connections",
+]
 
 PAGE = 1000
 _log = structlog.get_logger("cpuos.server.connections")

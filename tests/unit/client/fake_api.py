@@ -66,6 +66,8 @@ class FakeApi:
         self.commands: dict[str, dict[str, Any]] = {}
         self.created: dict[str, str] = {}
         self.killed: list[str] = []
+        self.network: dict[str, Any] = {"mode": "internet"}
+        self.connections: list[dict[str, Any]] = []
         self.ticket = "ticket-1"
         self.frame_bytes = 1 << 16
         self._programs: dict[str, Program] = {}
@@ -140,7 +142,9 @@ class FakeApi:
         path = seen.path
         if path == "/v1/health":
             await answer.json({"status": "ok", "version": "0.1.0", "parts": {}, "news": 1})
-        elif path == "/v1/sandboxes" or re.fullmatch(r"/v1/sandboxes/[^/]+(/access|/links)?", path):
+        elif path == "/v1/sandboxes" or re.fullmatch(
+            r"/v1/sandboxes/[^/]+(/access|/links|/network|/connections)?", path
+        ):
             await self._control(seen, answer)
         elif seen.headers.get("authorization") != f"Bearer {self.ticket}":
             await answer.error("ticket_expired")
@@ -158,6 +162,17 @@ class FakeApi:
             await answer.error("key_invalid")
         elif seen.path.endswith("/access"):
             await answer.json(self.access())
+        elif seen.path.endswith("/network"):
+            self.network = json.loads(seen.body) if seen.method == "PUT" else self.network
+            both = {"policy": self.network, "workspace_policy": {"mode": "internet"}}
+            await answer.json({**both, "version": 2, "applied": True})
+        elif seen.path.endswith("/connections"):
+            after, limit = (int(seen.query[name]) for name in ("after", "limit"))
+            verdict = seen.query.get("verdict")
+            left = [one for one in self.connections if one["id"] > after and verdict in (None, one["verdict"])]
+            page = left[:limit]
+            following = page[-1]["id"] if len(left) > limit else None
+            await answer.json({"connections": page, "next_after": following})
         elif seen.path.endswith("/links"):
             await answer.json({"url": f"{self.url}/v1/links/x", "expires_at": LATER})
         elif seen.method == "POST":

@@ -15,6 +15,7 @@ from cpuos.client._async.commands import AsyncCommands
 from cpuos.client._async.connection import AsyncGateway, make_ticket
 from cpuos.client._async.files import AsyncFiles
 from cpuos.client._async.job import AsyncJob
+from cpuos.client._async.network import AsyncNetworkAccess, AsyncSandboxAudit
 from cpuos.client._async.pty import AsyncPty, open_pty
 from cpuos.client._async.shell import AsyncShell
 from cpuos.client._backend_async import shielded
@@ -23,6 +24,7 @@ from cpuos.client._parse import make_labels, make_request, parse_answer
 from cpuos.client._sink import LineCallback
 from cpuos.client._start import new_key
 from cpuos.client._stdin import Stdin
+from cpuos.client.network import Network, network_values
 from cpuos.client.result import Result
 from cpuos.errors import CpuosError, NotFound, SandboxGone
 from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxCreated, SandboxList, SandboxState, SandboxUpdate
@@ -56,6 +58,8 @@ class AsyncSandbox:
         self._gateway = AsyncGateway(client.http, client.server, sandbox_id=info.id, ticket=ticket)
         self.commands = AsyncCommands(self._gateway)
         self.files = AsyncFiles(self._gateway, client.server)
+        self.network = AsyncNetworkAccess(client.server, sandbox_id=info.id)
+        self.audit = AsyncSandboxAudit(client.server, sandbox_id=info.id)
 
     @classmethod
     async def create(
@@ -70,6 +74,7 @@ class AsyncSandbox:
         timeout: str | float | None = None,
         labels: Mapping[str, str] | None = None,
         task: str | None = None,
+        network: str | Network | None = None,
         runtime: str | None = None,
         min_isolation: str | Isolation | None = None,
         idempotency_key: str | None = None,
@@ -77,7 +82,8 @@ class AsyncSandbox:
     ) -> AsyncSandbox:
         """A running sandbox. Values not given are the server's defaults; sizes are texts such as "2GiB" or MiB.
 
-        `timeout` is the session length: when it ends the sandbox is killed. The same `idempotency_key` again gives
+        `timeout` is the session length: when it ends the sandbox is killed. `network` is what it may reach: "internet"
+        (the default), "off" or a `Network`. The same `idempotency_key` again gives
         the same sandbox. Interrupted in the middle, it kills what was being made.
         """
         values: dict[str, Any] = {
@@ -90,6 +96,7 @@ class AsyncSandbox:
             "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
             "labels": None if labels is None else make_labels(labels),
             "task": task,
+            "network": None if network is None else network_values(network),
             "runtime": runtime,
             "min_isolation": min_isolation,
         }

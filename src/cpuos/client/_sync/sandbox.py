@@ -22,8 +22,10 @@ from cpuos.client._sync.commands import Commands
 from cpuos.client._sync.connection import Gateway, make_ticket
 from cpuos.client._sync.files import Files
 from cpuos.client._sync.job import Job
+from cpuos.client._sync.network import NetworkAccess, SandboxAudit
 from cpuos.client._sync.pty import Pty, open_pty
 from cpuos.client._sync.shell import Shell
+from cpuos.client.network import Network, network_values
 from cpuos.client.result import Result
 from cpuos.errors import CpuosError, NotFound, SandboxGone
 from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxCreated, SandboxList, SandboxState, SandboxUpdate
@@ -57,6 +59,8 @@ class Sandbox:
         self._gateway = Gateway(client.http, client.server, sandbox_id=info.id, ticket=ticket)
         self.commands = Commands(self._gateway)
         self.files = Files(self._gateway, client.server)
+        self.network = NetworkAccess(client.server, sandbox_id=info.id)
+        self.audit = SandboxAudit(client.server, sandbox_id=info.id)
 
     @classmethod
     def create(
@@ -71,6 +75,7 @@ class Sandbox:
         timeout: str | float | None = None,
         labels: Mapping[str, str] | None = None,
         task: str | None = None,
+        network: str | Network | None = None,
         runtime: str | None = None,
         min_isolation: str | Isolation | None = None,
         idempotency_key: str | None = None,
@@ -78,7 +83,8 @@ class Sandbox:
     ) -> Sandbox:
         """A running sandbox. Values not given are the server's defaults; sizes are texts such as "2GiB" or MiB.
 
-        `timeout` is the session length: when it ends the sandbox is killed. The same `idempotency_key` again gives
+        `timeout` is the session length: when it ends the sandbox is killed. `network` is what it may reach: "internet"
+        (the default), "off" or a `Network`. The same `idempotency_key` again gives
         the same sandbox. Interrupted in the middle, it kills what was being made.
         """
         values: dict[str, Any] = {
@@ -91,6 +97,7 @@ class Sandbox:
             "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
             "labels": None if labels is None else make_labels(labels),
             "task": task,
+            "network": None if network is None else network_values(network),
             "runtime": runtime,
             "min_isolation": min_isolation,
         }

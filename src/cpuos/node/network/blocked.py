@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ALWAYS_BLOCKED", "BLOCKED_PORTS", "Exemption", "blocked_reason"]
+__all__ = ["ALWAYS_BLOCKED", "BLOCKED_PORTS", "BlockedRange", "Exemption", "blocked_reason"]
 
 
 @dataclass(frozen=True, kw_only=True)

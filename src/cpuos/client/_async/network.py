@@ -1,0 +1,63 @@
+"""A sandbox's network policy, and what it connected to."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from cpuos.client._async.connection import AsyncServer
+from cpuos.client._parse import make_request, parse_answer
+from cpuos.client.network import Network, network_values
+from cpuos.types.audit import AuditEntry, AuditList
+from cpuos.types.network import Connection, ConnectionList, NetworkPolicy, SandboxNetwork, Verdict
+
+__all__ = ["AsyncNetworkAccess", "AsyncSandboxAudit"]
+
+PAGE = 1000
+
+
+class AsyncNetworkAccess:
+    """`sbx.network`: what the sandbox may reach. The workspace's policy holds beside it."""
+
+    def __init__(self, server: AsyncServer, *, sandbox_id: str) -> None:
+        self._server = server
+        self._path = f"/v1/sandboxes/{quote(sandbox_id, safe='')}/network"
+
+    async def get(self) -> SandboxNetwork:
+        """The policy, that of the workspace, and whether both are in place."""
+        return parse_answer(SandboxNetwork, (await self._server.call("GET", self._path)).body)
+
+    async def update(self, network: str | Network) -> SandboxNetwork:
+        """Replace the policy: "internet", "off" or a `Network`. Returns when it holds; what it forbids is cut."""
+        body = make_request(NetworkPolicy, network_values(network), doing="update the network")
+        return parse_answer(SandboxNetwork, (await self._server.call("PUT", self._path, content=body)).body)
+
+
+class AsyncSandboxAudit:
+    """`sbx.audit`: what the sandbox did and what was done to it, as seen from outside."""
+
+    def __init__(self, server: AsyncServer, *, sandbox_id: str) -> None:
+        self._server = server
+        self._sandbox_id = sandbox_id
+
+    async def connections(self, *, verdict: str | Verdict | None = None) -> list[Connection]:
+        """All outbound connections in order, or only the "allowed" or the "refused" ones."""
+        path = f"/v1/sandboxes/{quote(self._sandbox_id, safe='')}/connections"
+        found: list[Connection] = []
+        after: int | None = 0
+        while after is not None:
+            query = {"verdict": verdict, "after": after, "limit": PAGE}
+            page = parse_answer(ConnectionList, (await self._server.call("GET", path, query=query)).body)
+            found += page.connections
+            after = page.next_after
+        return found
+
+    async def entries(self, *, action: str | None = None) -> list[AuditEntry]:
+        """All audit entries of the sandbox in order: an intent before each action, an outcome after it."""
+        found: list[AuditEntry] = []
+        after: int | None = 0
+        while after is not None:
+            query = {"sandbox": self._sandbox_id, "action": action, "after": after, "limit": PAGE}
+            page = parse_answer(AuditList, (await self._server.call("GET", "/v1/audit", query=query)).body)
+            found += page.entries
+            after = page.next_after
+        return found
