@@ -63,17 +63,13 @@ table netdev $table {
     ether saddr != $guest_mac counter name "forged" drop
     ether type arp ether daddr { $router_mac, ff:ff:ff:ff:ff:ff } arp saddr ether $guest_mac arp saddr ip $guest \
 arp daddr ip $router arp operation { request, reply } limit rate 50/second accept
-    ether type != ip counter name "forged" drop
-    ether daddr != $router_mac counter name "forged" drop
-    ip saddr != $guest counter name "forged" drop
-    ip version != 4 counter name "forged" drop
-    ip hdrlength != 5 counter name "forged" drop
     ip daddr $router udp dport 53 limit rate over $names_per_s/second burst $names_burst packets \
 counter name "names_paced" drop
     ip protocol icmp limit rate over $pings_per_s/second burst $pings_per_s packets counter name "paced" drop
     limit rate over $packets_per_s/second burst $packets_per_s packets counter name "paced" drop
     limit rate over $megabytes_per_s mbytes/second burst $megabytes_per_s mbytes counter name "paced" drop
-    accept
+    ether type ip ether daddr $router_mac ip version 4 ip hdrlength 5 ip saddr $guest accept
+    counter name "forged" drop
   }
 }
 table ip $table {

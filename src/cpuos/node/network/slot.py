@@ -43,6 +43,8 @@ ROUTING_SYSCTLS = {
             "send_redirects": "0",
         }.items()
     },
+    # Refusals are answered each, not six and then one a second: a program that hears nothing waits.
+    "net/ipv4/icmp_ratemask": "0",
     "net/netfilter/nf_conntrack_acct": "1",
     "net/netfilter/nf_conntrack_timestamp": "1",
     # A connection whose entry was removed is refused, not taken up again in its middle.
