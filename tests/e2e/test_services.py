@@ -36,7 +36,7 @@ def settings() -> Iterator[Settings]:
     # Not pytest's own folder: the daemons' users must be able to pass it.
     folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
     folder.chmod(0o755)
-    made = load_settings(state_dir=folder / "state", run_dir=folder / "run", api_port=0, gateway_port=0)
+    made = load_settings(state_dir=folder / "state", run_dir=folder / "run", api_port=0, gateway_port=0, preview_port=0)
     yield made
     services.uninstall(made, purge=True)
     assert list(folder.iterdir()) == []

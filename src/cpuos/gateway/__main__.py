@@ -11,6 +11,7 @@ from contextlib import suppress
 import structlog
 import uvloop
 
+from cpuos.gateway.previews.serve import PreviewListener, serve_previews
 from cpuos.gateway.service import open_gateway, serve_gateway
 from cpuos.gateway.spool import SpoolLimits
 from cpuos.logstream import LogStream
@@ -50,6 +51,7 @@ async def _serve(settings: Settings) -> None:
             public_key=settings.server_public_key,
             dialler=dialler,
             spool_limits=spool_limits,
+            preview_domain=settings.preview_domain,
         ) as gateway,
         serve_gateway(
             gateway,
@@ -58,13 +60,26 @@ async def _serve(settings: Settings) -> None:
             control_socket=settings.gateway_socket,
             control_peers=peers,
         ) as url,
+        serve_previews(gateway.previews, _preview_listener(settings)) as preview_url,
     ):
+        publish_endpoint(settings.preview_endpoint, preview_url)
         publish_endpoint(settings.gateway_endpoint, settings.gateway_public_url or url)
         log.info("gateway.ready", url=url)
         await stop.wait()
         log.info("gateway.stopping")
-    with suppress(FileNotFoundError):
-        settings.gateway_endpoint.unlink()
+    for endpoint in (settings.gateway_endpoint, settings.preview_endpoint):
+        with suppress(FileNotFoundError):
+            endpoint.unlink()
+
+
+def _preview_listener(settings: Settings) -> PreviewListener:
+    return PreviewListener(
+        host=settings.preview_host,
+        port=settings.preview_port,
+        public_url=settings.preview_public_url,
+        tls_cert=settings.preview_tls_cert,
+        tls_key=settings.preview_tls_key,
+    )
 
 
 def _configure_logs() -> None:

@@ -11,6 +11,7 @@ from cpuos.errors import AgentFailure, AuthenticationError, CpuosError, Forbidde
 from cpuos.gateway.calls import Call, ClientGone
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
+from cpuos.gateway.previews.visits import Previews
 from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.sandboxes import Sandboxes
 from cpuos.gateway.streams import OpenStreams
@@ -27,6 +28,7 @@ class Gateway:
     journal: Journal
     verifier: TicketVerifier
     revocations: Revocations
+    previews: Previews
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     streams: OpenStreams = field(default_factory=OpenStreams)
 

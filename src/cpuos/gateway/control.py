@@ -11,6 +11,8 @@ from pydantic import Field, StringConstraints, model_validator
 from cpuos.errors import InvalidRequest
 from cpuos.gateway.access import Gateway
 from cpuos.gateway.calls import Call, Message, Receive, Route, Routes, Send, answer_error, read_model
+from cpuos.gateway.previews.hosts import AGENT_PORT, Place
+from cpuos.gateway.previews.ports import PublishedPort
 from cpuos.types.base import Request
 from cpuos.types.command import CommandStatus
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
@@ -36,6 +38,14 @@ class _Attach(Request):
 class _Detach(Request):
     reason: Literal["stopped", "lost"]
     text: Text = ""
+
+
+class _OpenPort(Request):
+    epoch: int = Field(ge=1)
+    generation: int = Field(ge=1)
+    public: bool = False
+    public_until: float | None = None
+    host: Literal["localhost"] | None = None
 
 
 class _Oom(Request):
@@ -90,6 +100,24 @@ async def _oom(call: Call, gateway: Gateway) -> None:
     await call.answer_json(200, {"commands": commands})
 
 
+async def _open_port(call: Call, gateway: Gateway) -> None:
+    request: _OpenPort = read_model(_OpenPort, await call.body(limit=MAX_JSON))
+    sandbox, port = gateway.sandboxes.get(_sandbox_id(call)), _port(call)
+    sandbox.ports.open(PublishedPort(port=port, **request.model_dump()))
+    cut = gateway.previews.cut_unadmitted(Place(sandbox=sandbox.id, port=port))
+    await call.answer_json(200, {"ended_calls": cut})
+
+
+async def _close_port(call: Call, gateway: Gateway) -> None:
+    epoch = call.number("epoch", default=0) or 0
+    sandbox, port = gateway.sandboxes.find(_sandbox_id(call)), _port(call)
+    cut = 0
+    if sandbox is not None:
+        sandbox.ports.close(port, epoch=epoch)
+        cut = gateway.previews.cut_unadmitted(Place(sandbox=sandbox.id, port=port))
+    await call.answer_json(200, {"ended_calls": cut})
+
+
 async def _read_journal(call: Call, gateway: Gateway) -> None:
     after, limit = call.number("after", default=0), call.number("limit", default=1000, most=MAX_JOURNAL_PAGE)
     page = gateway.journal.page(after, limit=limit)
@@ -112,6 +140,8 @@ CONTROL_ROUTES = (
     Route(method="POST", path=f"{SANDBOX}/attach", handler=_attach),
     Route(method="POST", path=f"{SANDBOX}/detach", handler=_detach),
     Route(method="POST", path=f"{SANDBOX}/oom", handler=_oom),
+    Route(method="PUT", path=f"{SANDBOX}/ports/{{port}}", handler=_open_port),
+    Route(method="DELETE", path=f"{SANDBOX}/ports/{{port}}", handler=_close_port),
     Route(method="DELETE", path=SANDBOX, handler=_forget),
     Route(method="GET", path="/v1/journal", handler=_read_journal),
     Route(method="POST", path="/v1/tickets/revoke", handler=_revoke),
@@ -136,6 +166,13 @@ def create_control_app(gateway: Gateway) -> Callable[[Message, Receive, Send], A
             call.finish()
 
     return app
+
+
+def _port(call: Call) -> int:
+    value = call.values["port"]
+    if not value.isascii() or not value.isdigit() or not AGENT_PORT < int(value[:6]) <= 65535:
+        raise InvalidRequest(f"cannot publish port {value[:16]}", "a port is 2 to 65535")
+    return int(value)
 
 
 def _sandbox_id(call: Call) -> str:

@@ -22,6 +22,8 @@ class GatewayLimits:
     transfers: int = 64
     """File bodies on their way, both directions."""
     stdin_bodies: int = 64
+    previews: int = 192
+    """Requests and WebSockets of visitors; each takes one of the agent's 256 tunnels."""
     json_bytes: int = 2 << 20
     """Any JSON request body."""
     stdin_bytes: int = 64 << 20

@@ -29,6 +29,7 @@ from cpuos.gateway.agent.sockets import Dialler
 from cpuos.gateway.commands import CommandRun
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits, Slots
+from cpuos.gateway.previews.ports import PublishedPorts
 from cpuos.gateway.records import CommandRecord, RecordedCommand, shown_argv
 from cpuos.gateway.store import CommandStore
 from cpuos.gateway.tickets import Ticket
@@ -61,6 +62,7 @@ class GatewaySandbox:
         self.id = sandbox_id
         self.store = store
         self.slots = Slots(limits)
+        self.ports = PublishedPorts(store.folder / "ports.json")
         self.runs: dict[str, CommandRun] = {}
         self.generation = 0
         self.hostname = ""

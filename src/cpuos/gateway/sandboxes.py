@@ -70,6 +70,10 @@ class Sandboxes:
         for sandbox in self._sandboxes.values():
             await sandbox.leave()
 
+    def find(self, sandbox_id: str) -> GatewaySandbox | None:
+        """Also one that was never attached."""
+        return self._sandboxes.get(sandbox_id)
+
     def get(self, sandbox_id: str) -> GatewaySandbox:
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is None or not sandbox.generation:

@@ -17,9 +17,12 @@ from cpuos.gateway.app import create_app
 from cpuos.gateway.control import create_control_app
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
+from cpuos.gateway.previews.access import Doorkeeper
+from cpuos.gateway.previews.visits import Previews, PreviewTimes
 from cpuos.gateway.sandboxes import Sandboxes
 from cpuos.gateway.serve import HttpListener
 from cpuos.gateway.spool import SpoolLimits
+from cpuos.gateway.streams import OpenStreams
 from cpuos.gateway.tickets import Revocations, TicketVerifier
 
 __all__ = ["open_gateway", "serve_gateway"]
@@ -36,6 +39,8 @@ async def open_gateway(
     limits: GatewayLimits | None = None,
     spool_limits: SpoolLimits | None = None,
     times: AgentTimes | None = None,
+    preview_domain: str = "preview.localhost",
+    preview_times: PreviewTimes | None = None,
 ) -> AsyncIterator[Gateway]:
     """The parts without listeners; what an earlier process left is taken up, what lives on is left to the next."""
     limits = limits or GatewayLimits()
@@ -49,12 +54,21 @@ async def open_gateway(
         spool_limits=spool_limits or SpoolLimits(),
         times=times or AgentTimes(),
     )
+    streams = OpenStreams()
+    verifier = TicketVerifier(public_key, revocations=revocations)
     gateway = Gateway(
         sandboxes=sandboxes,
         journal=journal,
-        verifier=TicketVerifier(public_key, revocations=revocations),
+        verifier=verifier,
         revocations=revocations,
+        previews=Previews(
+            domain=preview_domain,
+            doorkeeper=Doorkeeper(sandboxes, verifier),
+            streams=streams,
+            times=preview_times or PreviewTimes(),
+        ),
         limits=limits,
+        streams=streams,
     )
     try:
         await sandboxes.open()

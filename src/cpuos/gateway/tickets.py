@@ -25,7 +25,7 @@ from cpuos.errors import AuthenticationError, InvalidRequest, Unavailable
 
 __all__ = ["Revocations", "Ticket", "TicketVerifier"]
 
-SCOPES = frozenset({"exec", "files", "link", "records"})
+SCOPES = frozenset({"exec", "files", "link", "preview", "records"})
 MAX_TICKET_BYTES = 8 << 10
 CACHED_TICKETS = 4096
 KEY_LOOK_EVERY_S = 1.0
@@ -47,6 +47,12 @@ class Ticket:
     expires_at: float
     path: str | None = None
     """The one file that a link gives."""
+    port: int | None = None
+    """The one port that a preview shows."""
+    epoch: int | None = None
+    """Of the port's being published: closing it ends the epoch."""
+    host: str | None = None
+    """What the server inside gets as Host instead of the preview's name."""
     task: str | None = None
     policy_version: int | None = None
 
@@ -183,6 +189,7 @@ def _from_claims(claims: dict[str, Any]) -> Ticket:
         raise ValueError("scope")
     path = claims.get("path")
     task = claims.get("task")
+    host = claims.get("host")
     return Ticket(
         id=_text(claims["jti"]),
         workspace=_text(claims["ws"]),
@@ -193,6 +200,9 @@ def _from_claims(claims: dict[str, Any]) -> Ticket:
         issued_at=float(claims["iat"]),
         expires_at=float(claims["exp"]),
         path=None if path is None else _text(path),
+        port=_number(claims.get("port")),
+        epoch=_number(claims.get("epoch")),
+        host=None if host is None else _text(host),
         task=None if task is None else _text(task),
         policy_version=claims.get("pv"),
     )
@@ -201,6 +211,12 @@ def _from_claims(claims: dict[str, Any]) -> Ticket:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} where text is expected")
+    return value
+
+
+def _number(value: Any) -> int | None:
+    if value is not None and type(value) is not int:
+        raise TypeError(f"{type(value).__name__} where a number is expected")
     return value
 
 

@@ -181,7 +181,11 @@ def main() -> int:
 def _with_pinned_ports(settings: Settings, *, fresh: bool) -> Settings:
     """A part that starts again listens where it did before, for clients hold its address."""
     pinned = {}
-    places = (("api_port", settings.server_endpoint), ("gateway_port", settings.gateway_endpoint))
+    places = (
+        ("api_port", settings.server_endpoint),
+        ("gateway_port", settings.gateway_endpoint),
+        ("preview_port", settings.preview_endpoint),
+    )
     for name, path in places:
         url = read_endpoint(path)
         port = urlsplit(url).port if url else None

@@ -55,7 +55,13 @@ class Instance:
             run_dir=self.folder / "run",
             runtime=runtime,
             # Without an uplink nothing is changed outside of the instance's own namespaces.
-            **{"api_port": _free_port(), "gateway_port": _free_port(), "network_uplink": "none", **values},
+            **{
+                "api_port": _free_port(),
+                "gateway_port": _free_port(),
+                "preview_port": _free_port(),
+                "network_uplink": "none",
+                **values,
+            },
         )
         self._place = ["nsenter", f"--net={netns}", "--"] if netns else []
         self.api_key = ""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from gateway_rig import DataClient, LocalDialler, Rig, agent_program, go_agent, open_rig
+from preview_rig import PreviewRig, open_previews
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +39,9 @@ async def rig(agent: int, dialler: LocalDialler, tmp_path: Path) -> AsyncIterato
 async def client(rig: Rig) -> AsyncIterator[DataClient]:
     async with rig.client() as client:
         yield client
+
+
+@pytest.fixture
+async def previews(rig: Rig) -> AsyncIterator[PreviewRig]:
+    async with open_previews(rig) as previews:
+        yield previews

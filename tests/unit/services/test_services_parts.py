@@ -30,7 +30,12 @@ from cpuos.settings import Settings, load_settings, publish_endpoint
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     made = load_settings(
-        data_dir=tmp_path / "data", state_dir=tmp_path / "state", run_dir=tmp_path / "run", api_port=0, gateway_port=0
+        data_dir=tmp_path / "data",
+        state_dir=tmp_path / "state",
+        run_dir=tmp_path / "run",
+        api_port=0,
+        gateway_port=0,
+        preview_port=0,
     )
     for folder in (made.log_dir, made.server_run_dir, made.gateway_run_dir):
         folder.mkdir(parents=True)

@@ -156,6 +156,8 @@ AGENT_CODES = {
     "disk_full": "disk_full",
     "upload_incomplete": "upload_incomplete",
     "limit_reached": "limit_reached",
+    "port_not_open": "port_not_open",
+    "port_forbidden": "forbidden",
 }
 
 

@@ -16,6 +16,7 @@ from cpuos.gateway.agent.answers import AgentCommands, Hello, read_answer, refus
 from cpuos.gateway.agent.connection import AgentConnection, AgentTimes, FrameSink, open_connection
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
 from cpuos.gateway.agent.sockets import Dialled, Dialler, SocketStock, duplicate
+from cpuos.gateway.agent.streams import ByteStream
 
 __all__ = ["AgentClient"]
 
@@ -53,10 +54,13 @@ class AgentClient:
         self._refilling = False
         self._ended: list[str] = []
         self._closed = False
+        self._tunnels: set[ByteStream] = set()
 
     async def aclose(self) -> None:
-        """Close what is idle; connections in use are closed by their users."""
+        """Close what is idle, and the tunnels; other connections in use are closed by their users."""
         self._closed = True
+        for stream in list(self._tunnels):
+            stream.abort()
         for task in self._tasks:
             task.cancel()
         for connection, _ in self._idle:
@@ -248,6 +252,51 @@ class AgentClient:
         if head.status < 400:
             raise agent_invalid(f"it answered {head.status} where a stream was asked")
         raise refusal(told, what=what)
+
+    async def tunnel(self, port: int) -> ByteStream:
+        """A connection to a server inside that listens on its loopback; a refusal comes as our error.
+
+        Ended with the sandbox, at the latest.
+        """
+        extra = self._session + b"Connection: Upgrade\r\nUpgrade: tunnel\r\n"
+        request = _head("POST", f"/v1/ports/{port}/connect", extra)
+        connection, fresh = await self._take()
+        try:
+            connection.request(request)
+            try:
+                head = await connection.read_head()
+            except AgentFailure:
+                if fresh or connection.answered:
+                    raise
+                connection.close()
+                connection = await self._dial()
+                connection.request(request)
+                head = await connection.read_head()
+            self._refill()
+            if head.upgraded:
+                return self._as_tunnel(connection)
+            told = await connection.read_body(head, limit=MAX_JSON)
+        except BaseException:
+            connection.close()
+            raise
+        self._give(connection, head)
+        if head.status < 400:
+            raise agent_invalid(f"it answered {head.status} where a tunnel was asked")
+        raise refusal(told, what=f"cannot reach port {port} of sandbox {self._sandbox_id}")
+
+    def _as_tunnel(self, connection: AgentConnection) -> ByteStream:
+        def lost() -> None:
+            self._tunnels.discard(stream)
+            if closed is not None:
+                closed()
+
+        closed, connection.when_closed = connection.when_closed, None
+        stream = ByteStream(when_lost=lost)
+        stream.unread(connection.hand_over(stream))
+        self._tunnels.add(stream)
+        if self._closed or stream.lost:
+            stream.abort()
+        return stream
 
     # commands that the agent need not keep
 

@@ -274,6 +274,16 @@ class AgentConnection(asyncio.BufferedProtocol):
         if self._eof and self._sink is not None:
             self._loop.call_soon(self.connection_lost, None)
 
+    def hand_over(self, protocol: asyncio.BaseProtocol) -> bytes:
+        """From here on another protocol's: it gets what comes from now on, and what has come already is returned."""
+        rest = bytes(memoryview(self._buffer)[self._start : self._end])
+        self._start = self._end = 0
+        self._transport.pause_reading()
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        self._transport.resume_reading()
+        return rest
+
     def shrink(self) -> None:
         """Give the large buffer back; for a stream that fell silent. Not from within a sink's `frame`."""
         if self._sink is not None and len(self._buffer) > SMALL_BUFFER:
