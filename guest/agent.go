@@ -27,6 +27,7 @@ type agent struct {
 	children *reaper
 	started  time.Time
 	tunnels  atomic.Int32 // open ones
+	prepare  func()       // returns when this process is fit for more than to tell who it is
 
 	mu         sync.Mutex // guards the rest
 	generation int64
@@ -37,7 +38,7 @@ type agent struct {
 
 func newAgent(sandbox string, nodeKey ed25519.PublicKey, etc string) *agent {
 	return &agent{
-		sandbox: sandbox, nodeKey: nodeKey, users: newUserTable(etc), children: newReaper(), started: now(),
+		sandbox: sandbox, nodeKey: nodeKey, users: newUserTable(etc), children: newReaper(), started: now(), prepare: func() {},
 		conns: map[*net.TCPConn]bool{}, commands: map[string]*command{},
 	}
 }
@@ -113,8 +114,11 @@ func (a *agent) serve(r *request) any {
 		r.id, parts[3] = parts[3], "ID"
 	}
 	route := r.method + " " + strings.Join(parts, "/")
-	if route != "POST /v1/identity" && !a.authorized(r.authorization) {
-		check(fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
+	if route != "POST /v1/identity" {
+		if !a.authorized(r.authorization) {
+			check(fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
+		}
+		a.prepare()
 	}
 	handle := routes[route]
 	if handle == nil {

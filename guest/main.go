@@ -34,9 +34,6 @@ func main() {
 	if err != nil || len(key) != ed25519.PublicKeySize || *sandbox == "" {
 		fatal("usage: cpuos-agent --sandbox ID --node-key BASE64", err)
 	}
-	beLean()
-	beInit()
-	reserveThreads()
 	address, peer := guestAddress, net.ParseIP(hostAddress)
 	if *listen != "" {
 		address, peer = *listen, net.IPv4(127, 0, 0, 1)
@@ -50,6 +47,12 @@ func main() {
 	}
 	a := newAgent(*sandbox, key, *userTable)
 	go a.children.loop()
+	a.prepare = sync.OnceFunc(func() {
+		beLean()
+		beInit()
+		reserveThreads()
+	})
+	go a.prepare() // while the host, which has waited for the listener, is told who answers
 	a.accept(listener, peer)
 }
 
