@@ -53,6 +53,11 @@ class Layer:
         """Whether it judges by host name: an allowlist does, and whoever denies a name."""
         return self.mode is NetworkMode.ALLOWLIST or any(target.name for target in self.deny)
 
+    def denies_name(self, name: str) -> Judgement | None:
+        """The refusal when a name is denied on all ports."""
+        denied = next((t for t in self.deny if t.covers_name(name) and not t.ports and not t.protocol), None)
+        return Judgement(allowed=False, rule=f"{self.origin} deny {denied.text}") if denied is not None else None
+
     def allows_address(self, address: ipaddress.IPv4Address, *, protocol: str, port: int | None) -> bool:
         """Whether one of its address rules opens this; a policy that is no allowlist has none."""
         return any(t.covers_address(address) and t.covers_port(protocol, port) for t in self.allow)
@@ -79,9 +84,9 @@ class Judge:
         name = name.rstrip(".").lower()
         rule = "internet"
         for layer in self.layers:
-            denied = next((t for t in layer.deny if t.covers_name(name) and not t.ports and not t.protocol), None)
+            denied = layer.denies_name(name)
             if denied is not None:
-                return Judgement(allowed=False, rule=f"{layer.origin} deny {denied.text}")
+                return denied
             if layer.mode is NetworkMode.OFF:
                 return Judgement(allowed=False, rule=f"{layer.origin} network off")
             if layer.mode is NetworkMode.ALLOWLIST:
@@ -90,6 +95,11 @@ class Judge:
                     return Judgement(allowed=False, rule=f"not in the {layer.origin} allow list")
                 rule = f"{layer.origin} allow {allowed.text}"
         return Judgement(allowed=True, rule=rule)
+
+    def alias(self, name: str) -> Judgement | None:
+        """The refusal of a name that an allowed one is an alias of: it need not be allowed itself, but not denied."""
+        name = name.rstrip(".").lower()
+        return next((denied for layer in self.layers if (denied := layer.denies_name(name)) is not None), None)
 
     def destination(
         self, address: ipaddress.IPv4Address, *, protocol: str, port: int | None, names: Collection[str] = ()
