@@ -26,7 +26,7 @@ from cpuos.node.network.namespaces import in_fresh_thread, inside, keep_namespac
 from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.plan import HUB_MAC, WAN_MAC, BlockPlan
 from cpuos.node.network.router import Router
-from cpuos.node.network.rules import base_rules
+from cpuos.node.network.rules import PEEK_PORT, base_rules
 from cpuos.node.network.slot import guest_name, make_slot, release_slot, router_name
 from cpuos.types.network import EffectivePolicy
 from packets import Packet, ethernet, read_packet, udp_frame
@@ -78,6 +78,10 @@ class RouterWorld:
         self._wan = self._opened.enter_context(self.in_router(lambda: packet_socket("wan")))
         self.names = self._opened.enter_context(self.in_router(_names_socket))
         """Where the forwarder would listen."""
+        self.peek = self._opened.enter_context(
+            self.in_router(lambda: socket.create_server(("10.0.0.1", PEEK_PORT), backlog=4096))
+        )
+        """Where the peek would listen."""
 
     def close(self) -> None:
         self._opened.close()
