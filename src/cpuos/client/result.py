@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from cpuos.client._output import Kept, decode_kept
 from cpuos.errors import CommandFailed, CpuosError, PlatformError, SandboxGone
 from cpuos.types.command import Command, CommandStatus
+from cpuos.types.network import RefusedConnection
 
 __all__ = ["Result", "make_result", "raise_platform_failure"]
 
@@ -36,6 +37,9 @@ class Result:
     stdout_dropped_bytes: int = 0
     stderr_dropped_bytes: int = 0
     output_path: str | None = None
+    refused_connections: list[RefusedConnection] | None = None
+    """What the sandbox was refused while the command ran, in words. None: not known, or not looked for, as with
+    commands that exit with code 0 within 50 ms."""
     limit: str | None = None
     reason: str = ""
     shell_restarted: bool = False
@@ -78,6 +82,7 @@ def make_result(command: Command, *, stdout: Kept, stderr: Kept) -> Result:
         stdout_dropped_bytes=stdout.dropped,
         stderr_dropped_bytes=stderr.dropped,
         output_path=command.output_path,
+        refused_connections=command.refused_connections,
         limit=command.limit,
         reason=command.reason,
     )

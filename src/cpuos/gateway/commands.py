@@ -24,6 +24,7 @@ from cpuos.gateway.agent.http import agent_invalid
 from cpuos.gateway.ending import SIGKILL, CommandEnding
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.records import RecordedCommand, StreamName
+from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.stdin import StdinPipe
 from cpuos.gateway.store import CommandStore
 from cpuos.gateway.trust import StreamTrust
@@ -57,6 +58,7 @@ class CommandRun:
         agent: AgentClient,
         store: CommandStore,
         journal: Journal,
+        refusals: Refusals | None,
         on_told: Callable[[], None],
         on_saved: Callable[[CommandRun], None],
         journaled: bool = False,
@@ -86,6 +88,8 @@ class CommandRun:
         self.ending = CommandEnding(
             recorded,
             journal=journal,
+            refusals=refusals,
+            spawn=self._spawn,
             on_told=self._on_told,
             on_saved=self._on_saved,
             journaled=journaled,

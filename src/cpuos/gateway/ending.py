@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +14,7 @@ from cpuos.errors import CpuosError
 from cpuos.gateway.agent.answers import Ended
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.records import STREAMS, RecordedCommand
+from cpuos.gateway.refusals import Refusals
 from cpuos.types.command import CommandStatus
 
 __all__ = ["SIGKILL", "CommandEnding"]
@@ -24,6 +25,8 @@ OOM_NEAR_S = 5.0
 SAVE_SOON_S = 0.001
 """After those who wait for the end were woken."""
 SAVE_RETRY_S = 1.0
+REFUSALS_AFTER_S = 0.05
+"""A command that exits with code 0 before this is not asked what it was refused: that would cost more than it ran."""
 SIGKILL = 9
 SIGKILL_WORDS = {SIGKILL, 128 + SIGKILL}
 """The signal, and the exit code of a shell whose program it ended."""
@@ -42,6 +45,8 @@ class CommandEnding:
         recorded: RecordedCommand,
         *,
         journal: Journal,
+        refusals: Refusals | None,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_told: Callable[[], None],
         on_saved: Callable[[], None],
         journaled: bool,
@@ -49,6 +54,8 @@ class CommandEnding:
     ) -> None:
         self._recorded = recorded
         self._journal = journal
+        self._refusals = refusals
+        self._spawn = spawn
         self._on_told = on_told
         self._on_saved = on_saved
         self._journaled = journaled
@@ -75,9 +82,24 @@ class CommandEnding:
                 log.warning("output.count", command=self._recorded.id, stream=name, told=told, held=held)
         unexplained = word.status in ("signalled", "exited") and SIGKILL_WORDS & {word.signal, word.exit_code}
         if unexplained and self._oom_at is None:
-            asyncio.get_running_loop().call_later(OOM_WAIT_S, self.settle)
+            asyncio.get_running_loop().call_later(OOM_WAIT_S, self._look_and_settle, word)
         else:
+            self._look_and_settle(word)
+
+    def _look_and_settle(self, word: Ended) -> None:
+        quick = word.exit_code == 0 and word.duration_s < REFUSALS_AFTER_S
+        if self._refusals is None or quick or self.decided:
             self.settle()
+        else:
+            self._spawn(self._look(self._refusals))
+
+    async def _look(self, refusals: Refusals) -> None:
+        """Ask what was refused, for at most half a second, then go on with the end."""
+        command = self._recorded.record.command
+        refused = await refusals.since(command.sandbox, command.started_at)
+        if not self.decided:
+            self._recorded.update(refused_connections=refused)
+        self.settle()
 
     def memory_ran_out(self, *, own: bool) -> None:
         """Told from outside: memory ran out, and a process was killed; `own`: surely one of this command."""

@@ -31,6 +31,7 @@ from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits, Slots
 from cpuos.gateway.previews.ports import PublishedPorts
 from cpuos.gateway.records import CommandRecord, RecordedCommand, shown_argv
+from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.store import CommandStore
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.command import Command, CommandStart, CommandStatus
@@ -56,6 +57,7 @@ class GatewaySandbox:
         store: CommandStore,
         journal: Journal,
         dialler: Dialler,
+        refusals: Refusals | None,
         limits: GatewayLimits,
         times: AgentTimes,
     ) -> None:
@@ -70,6 +72,7 @@ class GatewaySandbox:
         """How and why it ended: killed or sandbox_lost."""
         self._journal = journal
         self._dialler = dialler
+        self._refusals = refusals
         self._times = times
         self._settled: set[int] = set()
         """Intents of commands not ended in the store whose outcome an earlier process wrote."""
@@ -304,6 +307,7 @@ class GatewaySandbox:
             agent=agent,
             store=self.store,
             journal=self._journal,
+            refusals=self._refusals,
             on_told=lambda: self.slots.give("commands"),
             on_saved=self._on_saved,
             journaled=recorded.record.intent in self._settled,

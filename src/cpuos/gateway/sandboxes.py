@@ -15,6 +15,7 @@ from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.gateway.agent.sockets import Dialler
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
+from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.spool import SpoolLimits
 from cpuos.gateway.store import CommandStore
@@ -36,6 +37,7 @@ class Sandboxes:
         *,
         journal: Journal,
         dialler: Dialler,
+        refusals: Refusals | None,
         limits: GatewayLimits,
         spool_limits: SpoolLimits,
         times: AgentTimes,
@@ -43,6 +45,7 @@ class Sandboxes:
         self._folder = folder
         self._journal = journal
         self._dialler = dialler
+        self._refusals = refusals
         self._limits = limits
         self._spool_limits = spool_limits
         self._times = times
@@ -103,6 +106,8 @@ class Sandboxes:
             return
         await sandbox.detach(CommandStatus.KILLED, "its record was removed")
         self._sandboxes.pop(sandbox_id, None)
+        if self._refusals is not None:
+            self._refusals.forget(sandbox_id)
         await asyncio.to_thread(shutil.rmtree, self._folder / sandbox_id, True)
 
     def _make(self, sandbox_id: str) -> GatewaySandbox:
@@ -112,6 +117,7 @@ class Sandboxes:
             store=store,
             journal=self._journal,
             dialler=self._dialler,
+            refusals=self._refusals,
             limits=self._limits,
             times=self._times,
         )

@@ -19,6 +19,7 @@ from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.previews.access import Doorkeeper
 from cpuos.gateway.previews.visits import Previews, PreviewTimes
+from cpuos.gateway.refusals import LocalRefusals
 from cpuos.gateway.sandboxes import Sandboxes
 from cpuos.gateway.serve import HttpListener
 from cpuos.gateway.spool import SpoolLimits
@@ -36,6 +37,7 @@ async def open_gateway(
     *,
     public_key: Path,
     dialler: Dialler,
+    records_socket: Path | None = None,
     limits: GatewayLimits | None = None,
     spool_limits: SpoolLimits | None = None,
     times: AgentTimes | None = None,
@@ -46,10 +48,12 @@ async def open_gateway(
     limits = limits or GatewayLimits()
     journal = Journal(state_dir / "journal")
     revocations = Revocations(state_dir / "revoked.jsonl")
+    refusals = LocalRefusals(records_socket) if records_socket is not None else None
     sandboxes = Sandboxes(
         state_dir / "sandboxes",
         journal=journal,
         dialler=dialler,
+        refusals=refusals,
         limits=limits,
         spool_limits=spool_limits or SpoolLimits(),
         times=times or AgentTimes(),
@@ -76,6 +80,8 @@ async def open_gateway(
     finally:
         await gateway.streams.end_all()
         await sandboxes.aclose()
+        if refusals is not None:
+            await refusals.aclose()
         journal.close()
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from cpuos.types.base import Answer, Request
+from cpuos.types.network import RefusedConnection
 
 __all__ = ["COMMAND_ID_PATTERN", "Command", "CommandList", "CommandStart", "CommandStatus", "Pty"]
 
@@ -90,6 +91,9 @@ class Command(Answer):
     stderr_dropped_bytes: int = 0
     output_path: str | None = None
     """Folder inside the sandbox with the full copies `stdout` and `stderr`; None while the output is small."""
+    refused_connections: list[RefusedConnection] | None = None
+    """What the sandbox was refused while the command ran; the first 50. None: not known, or not looked for, as with
+    commands that exit with code 0 within 50 ms."""
 
 
 class CommandList(Answer):
