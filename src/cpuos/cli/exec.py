@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from cpuos.cli.output import JsonOption, Output, current_output
-from cpuos.cli.results import describe_end, describe_result, exit_code_of
+from cpuos.cli.results import describe_end, describe_refusals, describe_result, exit_code_of
 from cpuos.cli.sandboxes import connected, parse_pairs
 from cpuos.cli.streams import passed_stdin, print_output
 from cpuos.errors import CpuosError, InvalidRequest
@@ -98,6 +98,8 @@ def _run(
         ended = _run_streaming(output, sandbox, command, options=options, interactive=interactive)
     if told := describe_end(ended, memory_mib=sandbox.info.memory_mib):
         output.progress(f"cpuos: {told}")
+    for refusal in describe_refusals(ended):
+        output.progress(f"cpuos: {refusal}")
     return exit_code_of(ended.status, exit_code=ended.exit_code, signal=ended.signal)
 
 

@@ -9,10 +9,19 @@ if TYPE_CHECKING:
     from cpuos import Result
     from cpuos.types.command import Command
 
-__all__ = ["OURS", "TIMED_OUT", "describe_capacity", "describe_end", "describe_result", "exit_code_of"]
+__all__ = [
+    "OURS",
+    "TIMED_OUT",
+    "describe_capacity",
+    "describe_end",
+    "describe_refusals",
+    "describe_result",
+    "exit_code_of",
+]
 
 TIMED_OUT = 124
 OURS = 125
+SHOWN_REFUSALS = 5
 
 
 def exit_code_of(status: str, *, exit_code: int | None, signal: int | None) -> int:
@@ -81,5 +90,13 @@ def describe_result(result: Result) -> dict[str, Any]:
         "stdout_dropped_bytes",
         "stderr_dropped_bytes",
         "output_path",
+        "refused_connections",
     )
     return {name: getattr(result, name) for name in fields}
+
+
+def describe_refusals(ended: Result | Command) -> list[str]:
+    """What network policy refused the command, each destination once, the first few."""
+    reasons = list(dict.fromkeys(refused.reason for refused in ended.refused_connections or []))
+    more = [f"and {len(reasons) - SHOWN_REFUSALS} more: --json shows them"] if len(reasons) > SHOWN_REFUSALS else []
+    return reasons[:SHOWN_REFUSALS] + more

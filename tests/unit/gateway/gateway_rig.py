@@ -285,6 +285,7 @@ async def open_rig(
             folder / "state",
             public_key=mint.path,
             dialler=dialler,
+            records_socket=folder / "records.sock",
             limits=limits,
             spool_limits=spool_limits,
             times=times,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gateway_rig import DataClient, Rig
 
 from cpuos.gateway.refusals import LocalRefusals, explain
 from cpuos.types.network import ConnectionKind, RefusedConnection
@@ -139,3 +140,39 @@ def test_a_refusal_says_what_would_help(rule: str, help_: str) -> None:
     refused = RefusedConnection(at=NOW, kind=ConnectionKind.TCP, name="x.example", port=443, rule=rule, reason="")
     assert f"x.example:443 was refused by network policy ({rule})" in explain(refused)
     assert help_ in explain(refused)
+
+
+async def test_the_end_of_a_command_tells_what_was_refused_since_its_start(rig: Rig, client: DataClient) -> None:
+    worker = Worker()
+    server = await asyncio.start_unix_server(worker.serve, rig.folder / "records.sock")
+    before, after = datetime.now(UTC) - timedelta(days=1), datetime.now(UTC) + timedelta(hours=1)
+    worker.pages = [refusal(0, at=before.isoformat()), refusal(0, at=after.isoformat(), count=3)]
+    try:
+        failed = (await client.exec("exit 7")).end
+        assert [(one["address"], one["count"]) for one in failed["refused_connections"]] == [("169.254.169.254", 3)]
+        assert "169.254.169.254:80 was refused" in failed["refused_connections"][0]["reason"]
+        assert (await client.exec("sleep 0.1")).end["refused_connections"] == failed["refused_connections"]
+        assert (await client.call("GET", f"/commands/{failed['id']}")).json() == failed
+        asked = len(worker.targets)
+        quick = (await client.exec(["true"])).end
+        if quick["duration_s"] < 0.05:
+            assert (quick["refused_connections"], len(worker.targets)) == (None, asked)
+    finally:
+        server.close()
+        await rig.gateway.sandboxes.aclose()
+        for task in worker.tasks:
+            task.cancel()
+        await asyncio.wait(worker.tasks)
+
+
+async def test_a_silent_worker_holds_up_no_end(rig: Rig, client: DataClient) -> None:
+    worker = Worker()
+    worker.answer = lambda page: b""
+    server = await asyncio.start_unix_server(worker.serve, rig.folder / "records.sock")
+    try:
+        async with asyncio.timeout(10):
+            ended = (await client.exec("exit 7")).end
+        assert (ended["exit_code"], ended["refused_connections"]) == (7, None)
+    finally:
+        server.close()
+        await asyncio.wait(worker.tasks)
