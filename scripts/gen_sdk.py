@@ -10,6 +10,7 @@ from cpuos import Client, Job, Result, Sandbox, Shell, TransferReport
 from cpuos import errors as errors_module
 from cpuos.client._sync.commands import Commands
 from cpuos.client._sync.files import Files
+from cpuos.client._sync.ports import Ports
 from cpuos.client._sync.pty import Pty
 from cpuos.errors import CommandFailed, CpuosError
 
@@ -37,6 +38,7 @@ _CLASSES: tuple[tuple[type[Any], str], ...] = (
     (Result, "`sandbox.exec()`, `job.wait()`, `shell.run()`"),
     (Files, "`sandbox.files`"),
     (TransferReport, "`sandbox.files.upload()`, `sandbox.files.download()`"),
+    (Ports, "`sandbox.ports`"),
     (Shell, "`sandbox.shell()`"),
     (Pty, "`sandbox.pty()`"),
     (Client, "`Client()`"),

@@ -18,6 +18,7 @@ from typer.exceptions import TyperException
 
 from cpuos.cli import (
     audit,
+    certs,
     commands,
     copies,
     exec,
@@ -25,6 +26,7 @@ from cpuos.cli import (
     machine,
     networks,
     overview,
+    ports,
     profiles,
     sandboxes,
     shells,
@@ -55,7 +57,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for group in (sandboxes, exec, commands, shells, copies, networks, profiles, templates, audit, keys, machine):
+for group in (
+    sandboxes,
+    exec,
+    commands,
+    shells,
+    copies,
+    networks,
+    ports,
+    certs,
+    profiles,
+    templates,
+    audit,
+    keys,
+    machine,
+):
     group.register(app)
 
 

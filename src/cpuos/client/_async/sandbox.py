@@ -16,6 +16,7 @@ from cpuos.client._async.connection import AsyncGateway, make_ticket
 from cpuos.client._async.files import AsyncFiles
 from cpuos.client._async.job import AsyncJob
 from cpuos.client._async.network import AsyncNetworkAccess, AsyncSandboxAudit
+from cpuos.client._async.ports import AsyncPorts
 from cpuos.client._async.pty import AsyncPty, open_pty
 from cpuos.client._async.shell import AsyncShell
 from cpuos.client._backend_async import shielded
@@ -58,6 +59,7 @@ class AsyncSandbox:
         self._gateway = AsyncGateway(client.http, client.server, sandbox_id=info.id, ticket=ticket)
         self.commands = AsyncCommands(self._gateway)
         self.files = AsyncFiles(self._gateway, client.server)
+        self.ports = AsyncPorts(client.server, client.http, sandbox_id=info.id)
         self.network = AsyncNetworkAccess(client.server, sandbox_id=info.id)
         self.audit = AsyncSandboxAudit(client.server, sandbox_id=info.id)
 

@@ -23,6 +23,7 @@ from cpuos.client._sync.connection import Gateway, make_ticket
 from cpuos.client._sync.files import Files
 from cpuos.client._sync.job import Job
 from cpuos.client._sync.network import NetworkAccess, SandboxAudit
+from cpuos.client._sync.ports import Ports
 from cpuos.client._sync.pty import Pty, open_pty
 from cpuos.client._sync.shell import Shell
 from cpuos.client.network import Network, network_values
@@ -59,6 +60,7 @@ class Sandbox:
         self._gateway = Gateway(client.http, client.server, sandbox_id=info.id, ticket=ticket)
         self.commands = Commands(self._gateway)
         self.files = Files(self._gateway, client.server)
+        self.ports = Ports(client.server, client.http, sandbox_id=info.id)
         self.network = NetworkAccess(client.server, sandbox_id=info.id)
         self.audit = SandboxAudit(client.server, sandbox_id=info.id)
 
