@@ -27,6 +27,7 @@ from cpuos.node.network.workers.messages import Ping
 __all__ = ["ASK_TIMEOUT_S", "NodeLine", "WorkerPart", "run_worker", "serve_node"]
 
 ASK_TIMEOUT_S = 5.0
+_MOST_QUESTIONS = 128  # at once; the node bears a few times as many
 
 A = TypeVar("A", bound=Message)
 
@@ -36,11 +37,13 @@ class NodeLine:
 
     def __init__(self) -> None:
         self._calls: Calls | None = None
+        self._places = asyncio.Semaphore(_MOST_QUESTIONS)
 
     async def ask(self, question: Message, *, answer: type[A], timeout_s: float = ASK_TIMEOUT_S) -> A:
         """Raises CallFailed or TimeoutError."""
         assert self._calls is not None
-        return await self._calls.call(question, answer=answer, timeout_s=timeout_s)
+        async with self._places:
+            return await self._calls.call(question, answer=answer, timeout_s=timeout_s)
 
     def bind(self, calls: Calls) -> None:
         self._calls = calls

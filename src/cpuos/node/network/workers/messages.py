@@ -40,6 +40,7 @@ class Start(Message):
     op: ClassVar[str] = "start"
     resolvers: list[ipaddress.IPv4Address] = Field(default_factory=list)
     """dns: who is asked, in this order."""
+    resolver_port: int = Field(default=53, ge=1, le=65535)
     exemptions: list[Exemption] = Field(default_factory=list)
     """dns: names that it answers itself."""
     host_addresses: list[ipaddress.IPv4Address] = Field(default_factory=list)
