@@ -225,8 +225,8 @@ def _keep_new(path: Path) -> None:
 def _own_every_address() -> None:
     commands = f"""\
 link set lo up
-rule add iif {PLAN.hub_device} lookup 100
-route add local 0.0.0.0/0 dev lo table 100
+route add {PLAN.address}/32 dev {PLAN.hub_device} table local
+route add local 0.0.0.0/0 dev lo table local
 """
     subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
     _load(_OUTSIDE_RULES)
