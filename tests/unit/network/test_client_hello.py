@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuos.node.network.workers.hello import MAX_HELLO_BYTES, ClientHello, HelloParser, SecondHello, host_name
+from cpuos.node.network.peek.hello import MAX_HELLO_BYTES, ClientHello, HelloParser, SecondHello, host_name
 
 
 def made_by_python(

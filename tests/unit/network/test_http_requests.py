@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuos.node.network.workers.http_requests import MAX_HEAD_BYTES, Finals, RequestHead, RequestStream
+from cpuos.node.network.peek.http_requests import MAX_HEAD_BYTES, Finals, RequestHead, RequestStream
 
 
 def read(data: bytes, *, size: int | None = None, port: int = 80) -> tuple[list[str], bytes]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cpuos.node.network.workers.hello import host_name
+from cpuos.node.network.peek.hello import host_name
 
 __all__ = ["MAX_HEAD_BYTES", "Finals", "RequestHead", "RequestStream"]
 
