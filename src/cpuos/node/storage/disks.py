@@ -5,7 +5,7 @@
     disks/<id>/workspace/    (root of that file system, owner 1000:1000)
     disks/<id>/overlay/      root 0700: gVisor keeps its unlinked filestore here
 
-A new disk gets an image of the stock, where that has one of its size (stock.py).
+A new disk is taken from the stock, where that has one of its size (stock.py).
 Workspace and root layer each hold the sandbox's disk size. They do not share one file system on purpose: see
 docs/adr/0006-workspace-image-and-root-layer.md.
 """
@@ -14,43 +14,42 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import json
 import os
-import struct
-import time
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 
 from cpuos.errors import NotFound, PlatformError, SetupRequired
-from cpuos.node import syscalls
+from cpuos.node.storage.folders import (
+    is_mounted,
+    mount_disk,
+    prepare_folder,
+    remove_disk,
+    unmount_disk,
+    wait_released,
+)
 from cpuos.node.storage.geometry import geometry_for
 from cpuos.node.storage.image import MKFS, make_image
-from cpuos.node.storage.loop import attach_loop, loops_below
+from cpuos.node.storage.loop import loops_below
 from cpuos.node.storage.stock import DiskStock, Stocked
 from cpuos.types.sandbox import SandboxCreate
 
 __all__ = ["DiskStore"]
 
 _FORMAT = 1
-_MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOSYMFOLLOW | syscalls.MS_NOATIME
-# fs/ext4/ext4.h: _IOR('X', 125, __u32) and EXT4_GOING_FLAGS_NOLOGFLUSH.
-_EXT4_IOC_SHUTDOWN, _SHUTDOWN_WITHOUT_LOG = 0x8004587D, 2
-# A gofer that is still on its way out keeps the mount busy for some milliseconds.
-_BUSY_S = 2.0
 
 
 class DiskStore:
     """Makes, mounts, unmounts and removes the disks below one folder (root, 0700)."""
 
     def __init__(self, folder: Path, *, stock: Path | None = None) -> None:
-        """`stock`: a folder on the same volume for images made in advance, once `start` was called."""
+        """`stock`: a folder on the same volume for disks made in advance, once `start` was called."""
         self._folder = folder
         self._stock = DiskStock(stock) if stock is not None else None
 
     def start(self) -> None:
-        """Begin to keep a stock of images, first of the size that a sandbox has unless another is asked for."""
+        """Begin to keep a stock of disks, first of the size that a sandbox has unless another is asked for."""
         if self._stock is not None:
             self._stock.start(size_mib=SandboxCreate().disk_mib)
 
@@ -69,12 +68,14 @@ class DiskStore:
 
     async def create(self, sandbox_id: str, *, size_mib: int) -> Path:
         """Make the disk and mount it. A half-made one is made anew; one that is there is only mounted."""
-        if (self.path(sandbox_id) / "disk.json").exists():
+        folder = self.path(sandbox_id)
+        if (folder / "disk.json").exists():
             return await self.attach(sandbox_id)
-        stocked = self._stock.take(size_mib) if self._stock is not None else None
+        stocked = self._stock.take(size_mib) if self._stock is not None and not folder.exists() else None
         try:
-            if stocked is None or not await asyncio.to_thread(self._place, sandbox_id, stocked, size_mib=size_mib):
-                await self._make(sandbox_id, size_mib=size_mib)
+            if stocked is not None and await asyncio.to_thread(self._place, sandbox_id, stocked):
+                return folder
+            await self._make(sandbox_id, size_mib=size_mib)
         except FileNotFoundError as problem:
             raise SetupRequired(
                 f"cannot create the disk of sandbox {sandbox_id}", f"{MKFS} is not there", hint="cpuos doctor"
@@ -109,7 +110,7 @@ class DiskStore:
 
     def _measure(self, sandbox_id: str) -> os.statvfs_result:
         folder = self.path(sandbox_id)
-        if not _is_mounted(folder):
+        if not is_mounted(folder):
             raise OSError(errno.ENODEV, "it is not mounted")
         return os.statvfs(folder / "workspace")
 
@@ -118,27 +119,26 @@ class DiskStore:
         names |= {image.parent.name for image in loops_below(self._folder.resolve()).values()}
         return sorted(names)
 
-    def _place(self, sandbox_id: str, stocked: Stocked, *, size_mib: int) -> bool:
-        """Make the disk of an image of the stock; False when that is gone."""
+    def _place(self, sandbox_id: str, stocked: Stocked) -> bool:
+        """Make a disk of the stock, mounted as it is, this sandbox's; False when it is gone."""
         folder = self.path(sandbox_id)
-        _prepare_folder(folder)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            stocked.path.rename(folder / "image")
+            stocked.folder.rename(folder)
         except FileNotFoundError:
             return False
-        _write_record(folder, size_mib=size_mib, identity=stocked.identity)
+        _write_record(folder, size_mib=stocked.size_mib, identity=stocked.identity)
         return True
 
     async def _make(self, sandbox_id: str, *, size_mib: int) -> None:
         folder = self.path(sandbox_id)
         identity = str(uuid.uuid4())
-        await asyncio.to_thread(_prepare_folder, folder)
+        await asyncio.to_thread(prepare_folder, folder)
         await make_image(folder / "image", size_mib=size_mib, identity=identity)
         _write_record(folder, size_mib=size_mib, identity=identity)
 
     def _attach(self, sandbox_id: str) -> Path:
         folder = self.path(sandbox_id)
-        workspace = folder / "workspace"
         try:
             record = json.loads((folder / "disk.json").read_text())
             if record.get("written_by") != "host":
@@ -146,11 +146,9 @@ class DiskStore:
                     f"cannot mount the disk of sandbox {sandbox_id}",
                     "its blocks were written by a guest's kernel; the host never mounts such a disk",
                 )
-            if _is_mounted(folder):
-                return folder
-            _wait_released(folder)
-            _mount_image(folder / "image", workspace)
-            _remove_lost_found(workspace)
+            if not is_mounted(folder):
+                wait_released(folder)
+                mount_disk(folder)
         except FileNotFoundError as problem:
             raise NotFound(f"cannot mount the disk of sandbox {sandbox_id}", "it has none") from problem
         except OSError as problem:
@@ -158,49 +156,16 @@ class DiskStore:
         return folder
 
     def _detach(self, sandbox_id: str) -> None:
-        folder = self.path(sandbox_id)
-        deadline = time.monotonic() + _BUSY_S
         try:
-            while _is_mounted(folder):
-                patient = time.monotonic() < deadline
-                flags = syscalls.UMOUNT_NOFOLLOW | (0 if patient else syscalls.MNT_DETACH)
-                try:
-                    syscalls.umount(str(folder / "workspace"), flags)
-                except OSError as problem:
-                    if problem.errno != errno.EBUSY or not patient:
-                        raise
-                    time.sleep(0.005)
-        except FileNotFoundError:
-            return
+            unmount_disk(self.path(sandbox_id))
         except OSError as problem:
             raise PlatformError(f"cannot unmount the disk of sandbox {sandbox_id}", str(problem)) from problem
 
     def _remove(self, sandbox_id: str) -> None:
-        _abandon(self.path(sandbox_id))
-        self._detach(sandbox_id)
         try:
-            folder = os.open(self.path(sandbox_id), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return
-        try:
-            # The record goes first: what is left without it is an unfinished disk that `create` makes anew.
-            _unlink(folder, "disk.json")
-            _unlink(folder, "image")
-            _remove_folder(folder, "workspace")
-            _remove_folder(folder, "overlay")
-            for name in os.listdir(folder):
-                _unlink(folder, name)
-            os.rmdir(self.path(sandbox_id))
+            remove_disk(self.path(sandbox_id))
         except OSError as problem:
             raise PlatformError(f"cannot remove the disk of sandbox {sandbox_id}", str(problem)) from problem
-        finally:
-            os.close(folder)
-
-
-def _prepare_folder(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in ("workspace", "overlay"):
-        (folder / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def _write_record(folder: Path, *, size_mib: int, identity: str) -> None:
@@ -217,79 +182,3 @@ def _write_record(folder: Path, *, size_mib: int, identity: str) -> None:
     part = folder / "disk.json.part"
     part.write_text(json.dumps(record))
     part.rename(folder / "disk.json")
-
-
-def _mount_image(image: Path, target: Path) -> None:
-    fd = os.open(image, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        device, loop = attach_loop(fd)
-        try:
-            syscalls.mount(device, str(target), kind="ext4", flags=_MOUNT_FLAGS, data="errors=remount-ro")
-        finally:
-            os.close(loop)
-    finally:
-        os.close(fd)
-
-
-def _remove_lost_found(workspace: Path) -> None:
-    """A new file system has it; a user's empty folder has not. A name of the user's own is not touched (not root's)."""
-    path = workspace / "lost+found"
-    try:
-        facts = os.lstat(path)
-        if facts.st_uid == 0 and facts.st_ino == _LOST_FOUND_INODE:
-            os.rmdir(path)
-    except OSError:
-        pass
-
-
-# The first inode that mkfs gives out (ext4's EXT4_GOOD_OLD_FIRST_INO).
-_LOST_FOUND_INODE = 11
-
-
-def _is_mounted(folder: Path) -> bool:
-    return os.lstat(folder / "workspace").st_dev != os.lstat(folder).st_dev
-
-
-def _abandon(folder: Path) -> None:
-    """Throw away what was not written yet: writing gigabytes into an image that goes next would take seconds."""
-    try:
-        if _is_mounted(folder):
-            fd = os.open(folder / "workspace", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.ioctl(fd, _EXT4_IOC_SHUTDOWN, struct.pack("=I", _SHUTDOWN_WITHOUT_LOG))
-            finally:
-                os.close(fd)
-    except OSError:
-        pass  # nothing there, or an older kernel: the unmount writes it all then
-
-
-def _wait_released(folder: Path) -> None:
-    """An image has one holder: a lazy unmount may still have it for a moment."""
-    deadline = time.monotonic() + _BUSY_S
-    while loops_below(folder.resolve()):
-        if time.monotonic() > deadline:
-            raise OSError(errno.EBUSY, "another loop device still holds the image")
-        time.sleep(0.005)
-
-
-def _unlink(folder: int, name: str) -> None:
-    try:
-        os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        pass
-
-
-def _remove_folder(parent: int, name: str) -> None:
-    """Remove a folder of ours with the plain files in it; it has no others."""
-    try:
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    except FileNotFoundError:
-        return
-    try:
-        if os.fstat(fd).st_dev != os.fstat(parent).st_dev:
-            raise OSError(errno.EBUSY, "still mounted", name)
-        for entry in os.listdir(fd):
-            _unlink(fd, entry)
-    finally:
-        os.close(fd)
-    os.rmdir(name, dir_fd=parent)
