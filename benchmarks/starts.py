@@ -24,7 +24,6 @@ from benchmarks.results import Measured, compare_times
 from benchmarks.stage import Stage, put_first
 from cpuos import Sandbox
 from cpuos.node import syscalls
-from cpuos.node.network import NetworkSlots
 from cpuos.node.storage import DiskStore
 from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import SandboxSpec
@@ -32,6 +31,7 @@ from cpuos.runtimes.gvisor import GvisorRuntime
 from cpuos.runtimes.gvisor.bundle import runsc_flags, write_bundle
 from cpuos.runtimes.limits import ControlGroups
 from cpuos.settings import load_settings
+from cpuos.testing.loose_slots import LooseSlots
 from cpuos.types.sandbox import SandboxCreate
 
 __all__ = ["BareStarts", "create_to_first_exec"]
@@ -104,7 +104,7 @@ class BareStarts:
         )
         self._root = host.run_dir / "root"
         self._disks = DiskStore(folder / "disks")
-        self._slots = NetworkSlots(folder / "netns")
+        self._slots = LooseSlots(folder / "netns")
         self._groups = ControlGroups(_INSTANCE)
         self.runtime = GvisorRuntime(host)
         self.parts_ms: dict[str, list[float]] = {}

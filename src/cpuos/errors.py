@@ -212,6 +212,7 @@ ERRORS: dict[str, tuple[type[CpuosError], int, str]] = {
     "name_taken": (Conflict, 409, "Another live sandbox of this workspace has that name."),
     "wrong_state": (Conflict, 409, "The sandbox is not in a state that allows the call."),
     "stale_generation": (Conflict, 409, "The call was made for an earlier generation of the sandbox."),
+    "network_block_taken": (Conflict, 409, "The addresses for sandboxes clash with some that the host needs."),
     "idempotency_mismatch": (Conflict, 409, "The idempotency key was used with another body."),
     "idempotency_in_progress": (Conflict, 409, "The first call with this idempotency key has not ended."),
     "body_too_large": (LimitReached, 413, "The request body is over the limit that the text names."),
@@ -307,6 +308,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     "name_taken": ("another live sandbox has that name", "use another name, or cpuos kill SANDBOX"),
     "wrong_state": ("the sandbox's state does not allow it", "cpuos ls --all shows the state"),
     "stale_generation": ("the sandbox was made anew since", "cpuos ls, then connect to the sandbox anew"),
+    "network_block_taken": (
+        "the host needs these addresses itself",
+        'set network_block to "auto", or to a network that this host does not use; cpuos doctor',
+    ),
     "idempotency_mismatch": ("a key stands for one body", "send a new Idempotency-Key for a new request"),
     "idempotency_in_progress": ("the first call has not ended", "repeat the call later with the same key"),
     "body_too_large": ("a body of this call has a limit", "pass large data by sbx.files.write or sbx.files.upload"),

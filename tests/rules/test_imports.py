@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
 # Only inside functions: the light client and CLI load without them.
 ALLOWED_INSIDE: dict[str, set[str]] = {
     "cli": {"setup", "services", "settings", "profiles"},
-    "setup": {"services", "runtimes", "node.client"},
-    "services": {"node.client", "runtimes"},
+    "setup": {"services", "runtimes", "node.client", "node.network"},
+    "services": {"node.client", "node.network", "runtimes"},
 }
 # errors and types stand below everything, so they stay importable with pydantic alone.
 THIRD_PARTY: dict[str, set[str]] = {

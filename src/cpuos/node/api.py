@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from pydantic import BaseModel, ValidationError
@@ -21,15 +21,17 @@ from starlette.routing import Route
 from cpuos.errors import CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
 from cpuos.node.facts import NodeFactsReader
 from cpuos.node.service import NodeService
-from cpuos.types.node import NodeSandboxCreate
+from cpuos.types.node import NodeNetworkUpdate, NodeSandboxCreate
 
 __all__ = ["ROUTES", "create_api"]
 
 log = structlog.get_logger("cpuos.node")
 
-MAX_BODY_BYTES = 64 << 10
+MAX_BODY_BYTES = 1 << 20
+"""A network policy with every list full is about 300 KiB."""
 MAX_WAIT_S = 60.0
 
+M = TypeVar("M", bound=BaseModel)
 Handler = Callable[["_Call"], Awaitable[Any]]
 
 
@@ -62,7 +64,7 @@ async def _list_sandboxes(call: _Call) -> dict[str, Any]:
 
 
 async def _create_sandbox(call: _Call) -> BaseModel:
-    return await call.service.create(_parse(await _read_body(call.request)))
+    return await call.service.create(_parse(NodeSandboxCreate, await _read_body(call.request)))
 
 
 async def _get_sandbox(call: _Call) -> BaseModel:
@@ -71,6 +73,11 @@ async def _get_sandbox(call: _Call) -> BaseModel:
 
 async def _delete_sandbox(call: _Call) -> None:
     await call.service.delete(call.sandbox_id, generation=int(call.number("generation")))
+
+
+async def _put_network(call: _Call) -> None:
+    update = _parse(NodeNetworkUpdate, await _read_body(call.request))
+    await call.service.update_network(call.sandbox_id, generation=update.generation, policy=update.policy)
 
 
 async def _get_stats(call: _Call) -> BaseModel:
@@ -89,6 +96,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/v1/sandboxes", _create_sandbox),
     ("GET", "/v1/sandboxes/{sandbox_id}", _get_sandbox),
     ("DELETE", "/v1/sandboxes/{sandbox_id}", _delete_sandbox),
+    ("PUT", "/v1/sandboxes/{sandbox_id}/network", _put_network),
     ("GET", "/v1/sandboxes/{sandbox_id}/stats", _get_stats),
     ("GET", "/v1/changes", _get_changes),
 ]
@@ -140,9 +148,9 @@ async def _read_body(request: Request) -> bytes:
     return b"".join(pieces)
 
 
-def _parse(body: bytes) -> NodeSandboxCreate:
+def _parse(kind: type[M], body: bytes) -> M:
     try:
-        return NodeSandboxCreate.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "body"

@@ -15,6 +15,7 @@ from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.steps import Step
 from cpuos.runtimes.base import Process, Runtime, SandboxSpec
+from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
 __all__ = ["Assembly"]
@@ -59,14 +60,14 @@ class Assembly:
             node_public_key=self._node_public_key,
         )
 
-    def part_steps(self, spec: SandboxSpec) -> list[Step]:
+    def part_steps(self, spec: SandboxSpec, *, network: EffectivePolicy) -> list[Step]:
         """What must be there before the process; none of these needs another."""
 
         async def make_disk() -> None:
             await self.disks.create(spec.id, size_mib=spec.disk_mib)
 
         async def take_slot() -> None:
-            await self.slots.take(spec.id)
+            await self.slots.take(spec.id, network)
 
         return [
             Step(name="workdir", do=lambda: self._make_workdir(spec.id), undo=lambda: self._clear_workdir(spec.id)),

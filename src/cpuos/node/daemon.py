@@ -31,7 +31,7 @@ from cpuos.node.identity import load_identity
 from cpuos.node.journal import Journal
 from cpuos.node.logs import configure_logs
 from cpuos.node.memory_news import MemoryNews
-from cpuos.node.network import NetworkSlots
+from cpuos.node.network.network import Network, NetworkConfig
 from cpuos.node.peers import checked_protocol
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
@@ -104,7 +104,22 @@ def host_parts(settings: Settings) -> NodeParts:
     return NodeParts(
         runtimes=load_runtimes(runtime_host, names=[settings.runtime]),
         disks=DiskStore(settings.node_state_dir / "disks", stock=settings.node_state_dir / "disk-stock"),
-        slots=NetworkSlots(settings.run_dir / "netns"),
+        slots=Network(_network_config(settings)),
+    )
+
+
+def _network_config(settings: Settings) -> NetworkConfig:
+    return NetworkConfig(
+        folder=settings.run_dir / "netns",
+        instance_id=settings.instance_id,
+        block=settings.network_block,
+        uplink=settings.network_uplink,
+        exceptions=tuple(settings.network_exceptions),
+        dns_servers=tuple(settings.dns_servers),
+        pool=settings.network_pool,
+        max_sandboxes=settings.max_sandboxes,
+        state_dir=settings.network_state_dir,
+        socket_path=settings.network_socket,
     )
 
 

@@ -16,6 +16,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cpuos.runtimes.base import Process
+from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeSandboxCreate
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation
 
@@ -46,6 +47,8 @@ class Record(BaseModel):
     template_digest: str = ""
     isolation: Isolation = Isolation.NONE
     isolation_detail: str = ""
+    network: EffectivePolicy | None = None
+    """The newest policy, on disk before it is in force; None: the one of the request."""
     process: Process | None = None
     started_at: datetime | None = None
     exit_reason: str = ""
@@ -59,6 +62,11 @@ class Record(BaseModel):
     @property
     def generation(self) -> int:
         return self.request.generation
+
+    @property
+    def policy(self) -> EffectivePolicy:
+        """The network policy that is to be in force."""
+        return self.network or self.request.network
 
     def becomes(self, stage: Stage, **changes: object) -> Record:
         return self.model_copy(update={"stage": stage, **changes})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cpuos.runtimes.base import GuestLink
+from cpuos.types.network import EffectivePolicy
 
 __all__ = ["Disks", "Slots"]
 
@@ -44,8 +45,24 @@ class Disks(Protocol):
 class Slots(Protocol):
     """One network slot a sandbox: a router namespace and a bare one. Same rules as for disks."""
 
-    async def take(self, sandbox_id: str) -> Path:
-        """A slot with its bare namespace armed; the path of that namespace."""
+    async def start(self) -> None:
+        """Make what slots have in common, or take over what an earlier daemon made. Comes before all else."""
+        ...
+
+    async def close(self) -> None:
+        """Let go: slots in use stay as they are, for a later `readopt`. Not started is fine."""
+        ...
+
+    async def take(self, sandbox_id: str, policy: EffectivePolicy) -> Path:
+        """A slot with its bare namespace armed and this policy in force; the path of that namespace."""
+        ...
+
+    async def update(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        """Returns when this policy is in force and what it forbids is cut. May be repeated."""
+        ...
+
+    async def readopt(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        """After a restart of the node: open a taken slot again, with this policy. One that is open already is fine."""
         ...
 
     def path(self, sandbox_id: str) -> Path:

@@ -12,16 +12,18 @@ from typing import Any
 
 import structlog
 
-from cpuos.errors import CapacityExceeded, Conflict, CpuosError, NotFound, PlatformError, SandboxGone
+from cpuos.errors import CapacityExceeded, Conflict, CpuosError, PlatformError, SandboxGone
 from cpuos.node.assembly import Assembly
 from cpuos.node.changes import ChangeFeed
 from cpuos.node.identity import NodeIdentity, SignedStatement
 from cpuos.node.journal import Journal, Record, Stage
 from cpuos.node.recovery import HOST_RESTARTED, Recovery, decide
+from cpuos.node.refusals import could_not, sandbox_not_found, stale_generation
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.steps import Checkpoint, Step, Together, UndoFailed, run_steps
 from cpuos.node.templates import Template, Templates
 from cpuos.runtimes.base import GuestLink, Probe, Process, Runtime
+from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeSandboxCreate, SandboxFacts, SandboxStats
 
 __all__ = ["NodeService", "Opened"]
@@ -102,7 +104,7 @@ class NodeService:
             return await self._join_create(sandbox_id, creating)
         record = self._records.get(sandbox_id)
         if record is None or record.stage in (Stage.GONE, Stage.CREATING):
-            raise _not_found(sandbox_id)
+            raise sandbox_not_found(sandbox_id)
         return _facts(record)
 
     def list(self) -> list[SandboxFacts]:
@@ -116,9 +118,17 @@ class NodeService:
         if record is None or record.stage is Stage.GONE:
             return
         if generation < record.generation:
-            raise _stale(sandbox_id, asked=generation, known=record.generation)
+            raise stale_generation(sandbox_id, asked=generation, known=record.generation)
         # A task of its own: a caller that hangs up does not leave a delete half done.
         await asyncio.shield(self._spawn(self._delete(record)))
+
+    async def update_network(self, sandbox_id: str, *, generation: int, policy: EffectivePolicy) -> None:
+        """Put a policy in force, unless a newer one is already; what it forbids is cut. May be repeated."""
+        creating = self._creates.get(sandbox_id)
+        if creating is not None:
+            await self._join_create(sandbox_id, creating)
+        # A task of its own: a caller that hangs up does not leave it half done.
+        await asyncio.shield(self._spawn(self._update_network(sandbox_id, generation=generation, policy=policy)))
 
     async def stats(self, sandbox_id: str) -> SandboxStats:
         record = self._running(sandbox_id)
@@ -140,7 +150,7 @@ class NodeService:
             await asyncio.wait([creating], timeout=DIAL_WAIT_S)
         record = self._running(sandbox_id)
         if generation != record.generation:
-            raise _stale(sandbox_id, asked=generation, known=record.generation)
+            raise stale_generation(sandbox_id, asked=generation, known=record.generation)
         key = bytes.fromhex(record.session_key)
         hostname = record.request.hostname
         signed = self._identity.sign_statement(sandbox_id, generation, session_key=key, hostname=hostname)
@@ -154,7 +164,7 @@ class NodeService:
         if record is None or (request.generation > record.generation and record.stage is Stage.GONE):
             return False
         if request.generation < record.generation:
-            raise _stale(request.id, asked=request.generation, known=record.generation)
+            raise stale_generation(request.id, asked=request.generation, known=record.generation)
         if request == record.request and record.stage not in (Stage.DELETING, Stage.GONE):
             return True
         code = "wrong_state"
@@ -212,11 +222,9 @@ class NodeService:
 
         # Neither is waited for on its way to the volume. A restarted daemon reads it from the page cache; with the host
         # the process dies, and what lies on the volume without a record is an orphan.
-        recorded = Step(
-            name="record", do=lambda: self._keep(record, sync=False), undo=lambda: self._undo_record(record)
-        )
+        recorded = Step(name="record", do=lambda: self._keep(record, sync=False), undo=lambda: self._forget(record.id))
         return [
-            Together(steps=[recorded, *self._assembly.part_steps(spec)]),
+            Together(steps=[recorded, *self._assembly.part_steps(spec, network=record.policy)]),
             self._assembly.start_step(spec, runtime, started=started),
             Step(name="running", do=lambda: self._keep(record, sync=False)),
         ]
@@ -227,12 +235,9 @@ class NodeService:
         except UndoFailed as error:
             # What is left on the host has an owner until the sweeper has removed it.
             await self._keep(record.becomes(Stage.DELETING, exit_reason="its create failed"))
-            raise _could_not("create", record.id, error.__cause__ or error) from error
+            raise could_not("create", record.id, error.__cause__ or error) from error
         except Exception as error:
-            raise _could_not("create", record.id, error) from error
-
-    async def _undo_record(self, record: Record) -> None:
-        await self._forget(record.id)
+            raise could_not("create", record.id, error) from error
 
     # delete
 
@@ -261,13 +266,31 @@ class NodeService:
         try:
             await run_steps("delete", steps, checkpoint=self._checkpoint)
         except Exception as error:
-            raise _could_not("delete", record.id, error) from error
+            raise could_not("delete", record.id, error) from error
         self.changes.publish(_facts(record))
         log.info("sandbox deleted", sandbox=record.id, generation=record.generation)
 
     def _end_steps(self, record: Record) -> list[Step]:
         runtime = self._runtimes.find(record.request.runtime)
         return self._assembly.end_steps(record.id, runtimes=[runtime] if runtime is not None else [])
+
+    # network
+
+    async def _update_network(self, sandbox_id: str, *, generation: int, policy: EffectivePolicy) -> None:
+        async with self._lock(sandbox_id):
+            record = self._running(sandbox_id)
+            if generation != record.generation:
+                raise stale_generation(sandbox_id, asked=generation, known=record.generation)
+            if policy.version < record.policy.version:
+                return
+            steps = [
+                Step(name="record", do=lambda: self._keep(record.becomes(record.stage, network=policy))),
+                Step(name="apply", do=lambda: self._assembly.slots.update(sandbox_id, policy)),
+            ]
+            try:
+                await run_steps("network", steps, checkpoint=self._checkpoint)
+            except Exception as error:
+                raise could_not("change the network of", sandbox_id, error) from error
 
     # death
 
@@ -314,6 +337,7 @@ class NodeService:
 
     async def recover(self) -> None:
         """Make host and journal agree again, however the last daemon ended. Runs before any call is taken."""
+        await self._assembly.slots.start()
         loaded = await asyncio.to_thread(self._journal.load)
         self._records.update((record.id, record) for record in loaded.records)
         await asyncio.gather(*(self._recover(record) for record in list(self._records.values())))
@@ -345,6 +369,11 @@ class NodeService:
 
     async def _adopt(self, record: Record, runtime: Runtime) -> bool:
         if record.process is None:
+            return False
+        try:
+            await self._assembly.slots.readopt(record.id, record.policy)
+        except PlatformError as error:
+            log.error("network slot not found again", sandbox=record.id, why=error.why)
             return False
         image = self._templates.image_path(record.request.template)
         return await runtime.adopt(self._assembly.spec_of(record, template_image=image), record.process)
@@ -402,6 +431,7 @@ class NodeService:
                 task.cancel()
         await asyncio.gather(*self._tasks, *(task for task in ending if task is not None), return_exceptions=True)
         await self._assembly.disks.close()
+        await self._assembly.slots.close()
         await self._runtimes.close()
 
     # records
@@ -438,7 +468,7 @@ class NodeService:
     def _running(self, sandbox_id: str) -> Record:
         record = self._records.get(sandbox_id)
         if record is None or record.stage is Stage.GONE:
-            raise _not_found(sandbox_id)
+            raise sandbox_not_found(sandbox_id)
         if record.stage in (Stage.DEAD, Stage.DELETING):
             raise SandboxGone(f"cannot reach sandbox: {sandbox_id}", record.exit_reason)
         if record.stage is Stage.CREATING:
@@ -465,21 +495,3 @@ def _facts(record: Record) -> SandboxFacts:
         template_digest=record.template_digest,
         started_at=record.started_at,
     )
-
-
-def _not_found(sandbox_id: str) -> NotFound:
-    return NotFound(f"cannot find sandbox: {sandbox_id}", "this node has no such one", code="sandbox_not_found")
-
-
-def _stale(sandbox_id: str, *, asked: int, known: int) -> Conflict:
-    return Conflict(
-        f"cannot use sandbox: {sandbox_id}",
-        f"the call is for generation {asked}, the node knows {known}",
-        code="stale_generation",
-    )
-
-
-def _could_not(verb: str, sandbox_id: str, error: BaseException) -> CpuosError:
-    if isinstance(error, CpuosError):
-        return error
-    return PlatformError(f"cannot {verb} sandbox: {sandbox_id}", f"{type(error).__name__}: {error}")

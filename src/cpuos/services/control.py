@@ -118,11 +118,19 @@ def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid:
             _stop(record)
         if not keep_sandboxes:
             kill_sandbox_processes(settings)  # none is left, unless the node was dead
+            _leave_host_network(settings)
         for path in (record_path(settings), settings.endpoints, settings.server_endpoint, settings.gateway_endpoint):
             path.unlink(missing_ok=True)
         for path in (settings.node_socket, settings.dial_socket, settings.gateway_socket):
             path.unlink(missing_ok=True)
     return Stopped(was_running=record is not None, sandboxes=len(running))
+
+
+def _leave_host_network(settings: Settings) -> None:
+    """Without sandboxes nothing of theirs stays on the host; the next start joins it again."""
+    from cpuos.node.network.hub import remove_host_network
+
+    remove_host_network(settings.instance_id)
 
 
 def _end_sandboxes(settings: Settings, *, uid: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuos.errors import SetupRequired
 from cpuos.settings import Settings, load_settings
-from cpuos.setup.users import GROUP
+from cpuos.setup.users import GROUP, USERS
 
 __all__ = ["make_directories"]
 
@@ -19,16 +19,18 @@ __all__ = ["make_directories"]
 def make_directories(settings: Settings) -> None:
     """Make them, or mend owner and mode of those that are there."""
     gid = grp.getgrnam(GROUP).gr_gid
-    server, gateway = (pwd.getpwnam(name).pw_uid for name in ("cpuos-server", "cpuos-gateway"))
+    server, gateway, network = (pwd.getpwnam(user).pw_uid for user in USERS)
     rows = [
         (settings.state_dir, 0, 0o750),
         (settings.log_dir, 0, 0o750),
         (settings.node_state_dir, 0, 0o700),
         (settings.server_state_dir, server, 0o700),
         (settings.gateway_state_dir, gateway, 0o700),
+        (settings.network_state_dir, network, 0o700),
         (settings.run_dir, 0, 0o750),
         (settings.server_run_dir, server, 0o750),
         (settings.gateway_run_dir, gateway, 0o750),
+        (settings.network_run_dir, network, 0o750),
     ]
     for path, uid, mode in rows:
         _make(path, uid=uid, gid=gid, mode=mode)
@@ -59,7 +61,7 @@ def _require_way(path: Path) -> None:
         if not folder.stat().st_mode & stat.S_IXOTH:
             raise SetupRequired(
                 f"cannot use the folder {path}",
-                f"the users cpuos-server and cpuos-gateway cannot pass {folder}",
+                f"the users {', '.join(USERS)} cannot pass {folder}",
                 hint=f"chmod o+x {folder}",
             )
 

@@ -15,7 +15,7 @@ from cpuos.settings import DEFAULT_RUN_DIR, Settings, load_settings, read_endpoi
 from cpuos.setup.host import Host
 from cpuos.setup.source import LINK, command_lines
 from cpuos.setup.trees import is_below, mount_points, remove_tree
-from cpuos.setup.users import remove_users
+from cpuos.setup.users import USERS, remove_users
 
 __all__ = ["uninstall"]
 
@@ -36,7 +36,7 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
             f"processes: {', '.join(users)}",
             hint=f"ps -fp {users[0]}",
         )
-    removed = [*_remove_mounts(settings), *remove_groups(settings)]
+    removed = [*_remove_network(settings), *_remove_mounts(settings), *remove_groups(settings)]
     folders = [settings.run_dir]
     if purge:
         folders += [settings.state_dir, *([settings.data_dir] if owns_data else [])]
@@ -47,13 +47,20 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
     if purge and settings.run_dir == DEFAULT_RUN_DIR:
         with open(os.devnull, "w") as log:
             remove_users(Host(settings, log=log))
-        removed.append("the users cpuos-server and cpuos-gateway")
+        removed.append(f"the users {', '.join(USERS)}")
     # Last, for this very program may lie below.
     for folder in folders:
         if folder.exists():
             remove_tree(folder)
             removed.append(str(folder))
     return removed
+
+
+def _remove_network(settings: Settings) -> list[str]:
+    """The link, with its route, and the table; the hub goes with the mounts."""
+    from cpuos.node.network.hub import remove_host_network
+
+    return remove_host_network(settings.instance_id)
 
 
 def _remove_mounts(settings: Settings) -> list[str]:

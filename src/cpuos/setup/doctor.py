@@ -20,7 +20,7 @@ from cpuos.setup.packages import missing_packages
 from cpuos.setup.runsc import runsc_is_current, sidecars_are_current
 from cpuos.setup.source import environment_is_current, environment_path, readable_python
 from cpuos.setup.templates import TEMPLATES, template_is_current
-from cpuos.setup.users import users_exist
+from cpuos.setup.users import USERS, users_exist
 
 __all__ = ["Check", "CheckState", "doctor", "doctor_lines"]
 
@@ -118,8 +118,8 @@ def _look_at_packages(host: Host) -> Check:
 
 def _look_at_users(host: Host) -> Check:
     if users_exist(host):
-        return _ok("users", "cpuos-server and cpuos-gateway in group cpuos")
-    return _missing("users", "cpuos-server, cpuos-gateway or the group cpuos do not exist", fix=SETUP)
+        return _ok("users", f"{', '.join(USERS)} in group cpuos")
+    return _missing("users", f"one of {', '.join(USERS)} or the group cpuos does not exist", fix=SETUP)
 
 
 def _look_at_environment(host: Host) -> Check:

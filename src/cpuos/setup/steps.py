@@ -65,7 +65,7 @@ _STEPS = (
     ),
     Step(
         name="users",
-        plan="adds the system users cpuos-server and cpuos-gateway",
+        plan="adds the system users cpuos-server, cpuos-gateway and cpuos-network",
         is_done=users_exist,
         run=create_users,
     ),

@@ -1,4 +1,4 @@
-"""The group and the two users that the unprivileged daemons run as."""
+"""The group and the users that the unprivileged daemons and workers run as."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cpuos.setup.host import Host
 __all__ = ["GROUP", "USERS", "create_users", "remove_users", "users_exist"]
 
 GROUP = "cpuos"
-USERS = ("cpuos-server", "cpuos-gateway")
+USERS = ("cpuos-server", "cpuos-gateway", "cpuos-network")
 
 
 def users_exist(host: Host) -> bool:

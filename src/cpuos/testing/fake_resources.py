@@ -8,8 +8,9 @@ import shutil
 import socket
 from pathlib import Path
 
-from cpuos.errors import NotFound
+from cpuos.errors import NotFound, PlatformError
 from cpuos.runtimes.base import GuestLink
+from cpuos.types.network import EffectivePolicy
 
 __all__ = ["AGENT_SOCKET", "FakeDisks", "FakeSlots"]
 
@@ -51,9 +52,10 @@ class FakeDisks:
 
 
 class FakeSlots:
-    """A slot is a folder in which the fake agent has its socket."""
+    """A slot is a folder in which the fake agent has its socket; policies are remembered, and hold nothing."""
 
     def __init__(self, folder: Path) -> None:
+        self.policies: dict[str, EffectivePolicy] = {}
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for passed in (folder.parent, folder):
@@ -62,7 +64,14 @@ class FakeSlots:
     def path(self, sandbox_id: str) -> Path:
         return self._folder / sandbox_id
 
-    async def take(self, sandbox_id: str) -> Path:
+    async def start(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+    async def take(self, sandbox_id: str, policy: EffectivePolicy) -> Path:
+        self.policies[sandbox_id] = policy
         self.path(sandbox_id).mkdir(exist_ok=True)
         self.path(sandbox_id).chmod(0o711)
         return self.path(sandbox_id)
@@ -74,7 +83,16 @@ class FakeSlots:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         return GuestLink(socket=made, address=str(address))
 
+    async def update(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        self.policies[sandbox_id] = policy
+
+    async def readopt(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        if not self.path(sandbox_id).is_dir():
+            raise PlatformError(f"cannot find the network slot of sandbox {sandbox_id}")
+        self.policies[sandbox_id] = policy
+
     async def release(self, sandbox_id: str) -> None:
+        self.policies.pop(sandbox_id, None)
         await asyncio.to_thread(shutil.rmtree, self.path(sandbox_id), ignore_errors=True)
 
     async def leftovers(self) -> list[str]:

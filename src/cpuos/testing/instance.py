@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -219,10 +220,14 @@ class Instance:
         if self._users:
             make_directories(settings)
             return
-        for folder in (settings.log_dir, settings.gateway_run_dir, settings.server_run_dir):
+        for folder in (settings.log_dir, settings.gateway_run_dir, settings.server_run_dir, settings.network_run_dir):
             folder.mkdir(parents=True, exist_ok=True)
-        for folder in (settings.node_state_dir, settings.gateway_state_dir, settings.server_state_dir):
+        states = (settings.gateway_state_dir, settings.server_state_dir, settings.network_state_dir)
+        for folder in (settings.node_state_dir, *states):
             folder.mkdir(mode=0o700, exist_ok=True)
+        if os.geteuid() == 0:  # the network workers are other users in any case
+            for folder in (settings.network_run_dir, settings.network_state_dir):
+                shutil.chown(folder, _network_user())
 
     def _is_ready(self) -> bool:
         if not all(part_answers(part, self.settings) for part in MODULES):
@@ -245,6 +250,13 @@ class Instance:
             for facts in (body or {}).get("sandboxes", []):
                 path = f"/v1/sandboxes/{facts['id']}?generation={facts['generation']}"
                 ask(self.settings.node_socket, path, method="DELETE", timeout_s=60)
+
+
+def _network_user() -> str:
+    try:
+        return pwd.getpwnam("cpuos-network").pw_name
+    except KeyError:
+        return "nobody"
 
 
 def _free_port() -> int:

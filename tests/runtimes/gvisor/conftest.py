@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from cpuos.node import syscalls
-from cpuos.node.network import NetworkSlots
 from cpuos.node.storage import DiskStore
 from cpuos.node.storage.loop import loops_below
 from cpuos.plugins import RuntimeHost
@@ -19,6 +18,7 @@ from cpuos.runtimes.base import Process, SandboxSpec
 from cpuos.runtimes.gvisor import GvisorRuntime
 from cpuos.runtimes.limits import ControlGroups
 from cpuos.settings import load_settings
+from cpuos.testing.loose_slots import LooseSlots
 
 INSTANCE = "test" + f"{os.getpid() % 0xFFFF:04x}"
 # PID 1 of these tests: ignores its children's ends, so that the kernel reaps them.
@@ -62,7 +62,7 @@ class Machine:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.host = RuntimeHost(instance_id=INSTANCE, data_dir=data_dir, state_dir=folder, run_dir=run_dir)
         self.disks = DiskStore(folder / "disks")
-        self.slots = NetworkSlots(folder / "run" / "netns")
+        self.slots = LooseSlots(folder / "run" / "netns")
         self.runtime = GvisorRuntime(self.host)
         self.agent = folder / "agent"
         self.agent.mkdir(exist_ok=True)

@@ -190,10 +190,10 @@ async def test_a_damaged_record_is_an_orphan(daemon, settings, asking, text):
         await assert_nothing_left(settings, fake_parts(settings))
 
 
-async def test_orphans_are_removed_at_start(daemon, settings):
+async def test_orphans_are_removed_at_start(daemon, settings, asking):
     parts = fake_parts(settings)
     await parts.disks.create(A, size_mib=64)
-    await parts.slots.take(B)
+    await parts.slots.take(B, asking().network)
     (settings.node_state_dir / "sandboxes" / ("c" * 20)).mkdir(parents=True)
     async with daemon():
         await assert_nothing_left(settings, parts)

@@ -117,7 +117,7 @@ async def test_no_path_or_unknown_field_crosses(node, asking, change):
         answer = await http.post("/v1/sandboxes", json=asking().model_dump() | change)
         assert answer.status_code == 422
         assert answer.json()["error"]["code"] == "invalid_request"
-        answer = await http.post("/v1/sandboxes", content=b" " * 100_000)
+        answer = await http.post("/v1/sandboxes", content=b" " * 2_000_000)
         assert answer.json()["error"]["code"] == "body_too_large"
         answer = await http.get("/v2/nothing")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
@@ -150,9 +150,9 @@ async def test_delete_ends_a_create_that_goes_on(settings, asking):
     async with fake_node(settings, checkpoint=faults) as node:
         original = node.parts.slots.take
 
-        async def slow_take(sandbox_id):
+        async def slow_take(sandbox_id, policy):
             await deleting_has_come(node)
-            return await original(sandbox_id)
+            return await original(sandbox_id, policy)
 
         node.parts.slots.take = slow_take
         with pytest.raises(Conflict, match="cannot create"):

@@ -1,5 +1,4 @@
-"""Network of sandboxes: one slot each, a router namespace and a bare one."""
+"""Network of sandboxes: a hub, and for each of them a router that holds its policy. `network.py` puts it together.
 
-from cpuos.node.network.slots import NetworkSlots
-
-__all__ = ["NetworkSlots"]
+Nothing is imported here: workers and the slot maker load only their own part.
+"""

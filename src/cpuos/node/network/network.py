@@ -1,0 +1,321 @@
+"""The network of a node: one hub, a pool of slots, one slot and one policy for each sandbox.
+
+In the folder, which lies in the node's mount namespace:
+
+    hub            the hub's namespace            block        the addresses it was made for
+    N/             slot N: `router` and `guest`   ID.slot      a link to the slot of sandbox ID
+
+The kernel holds everything: a daemon that is killed leaves rules, namespaces and names in place, and the next one opens
+them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from cpuos.errors import CpuosError, InvalidRequest, NotFound, PlatformError
+from cpuos.node.network.block import choose_block, read_routes, taken_addresses
+from cpuos.node.network.exceptions import parse_exceptions
+from cpuos.node.network.hub import Hub
+from cpuos.node.network.maker import SlotRecipe
+from cpuos.node.network.netlink import RouteNetlink
+from cpuos.node.network.plan import BlockPlan, host_link
+from cpuos.node.network.pool import SlotNumbers, SlotPool
+from cpuos.node.network.router import Counters, Router
+from cpuos.node.network.slot import arm_slot, guest_name, open_socket, release_slot, router_name
+from cpuos.node.network.taken import TakenSlot
+from cpuos.node.network.worker_set import WorkerConfig, WorkerSet
+from cpuos.runtimes.base import AGENT_PORT, GUEST_ADDRESS, GuestLink
+from cpuos.types.network import EffectivePolicy
+from cpuos.types.sandbox import SANDBOX_ID_PATTERN
+
+__all__ = ["Network", "NetworkConfig"]
+
+log = structlog.get_logger("cpuos.node.network")
+
+HOST_ADDRESSES_EVERY_S = 5.0
+_SPARE_SLOTS = 16
+_LINK = re.compile(rf"({SANDBOX_ID_PATTERN.strip('^$')})\.slot")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """As in the settings, with the folders of the instance."""
+
+    folder: Path
+    instance_id: str
+    block: str
+    uplink: Literal["nat", "none"]
+    exceptions: tuple[str, ...]
+    dns_servers: tuple[str, ...]
+    pool: int
+    max_sandboxes: int
+    state_dir: Path
+    socket_path: Path
+
+
+class Network:
+    """The node's slots, as `Slots` of `cpuos.node.resources` wants them."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        self._config = config
+        self._folder = config.folder
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._exemptions = parse_exceptions(config.exceptions)
+        self._hub = Hub(
+            config.folder, instance_id=config.instance_id, uplink=config.uplink, exemptions=self._exemptions
+        )
+        self._slots: dict[str, TakenSlot] = {}
+        self._host_addresses: tuple[IPv4Address, ...] = ()
+        self._watch: asyncio.Task[None] | None = None
+        self.workers = WorkerSet(
+            WorkerConfig(
+                resolvers=_parse_resolvers(config.dns_servers),
+                exemptions=self._exemptions,
+                state_dir=config.state_dir,
+                socket_path=config.socket_path,
+            ),
+            hub=self._hub.path,
+            slots=lambda: self._slots,
+        )
+
+    # its life
+
+    async def start(self) -> None:
+        """Make the hub, or take over that of an earlier daemon, and begin to fill the pool."""
+        try:
+            self._plan = await asyncio.to_thread(self._open_hub)
+            self._host_addresses = await asyncio.to_thread(_host_addresses)
+            await asyncio.to_thread(self._remove_unused)
+        except OSError as problem:
+            raise PlatformError("cannot make the sandboxes' network", str(problem), hint="cpuos doctor") from problem
+        self.pool: SlotPool[TakenSlot] = SlotPool(
+            self._recipe,
+            size=self._config.pool,
+            numbers=SlotNumbers(self._folder, self._plan),
+            prepare=self._prepare,
+            discard=self._discard,
+        )
+        self.workers.start(self._host_addresses)
+        self.pool.start()
+        self._watch = asyncio.create_task(self._watch_host(), name="cpuos-host-addresses")
+
+    async def close(self) -> None:
+        """Let go. What sandboxes may and may not reach stays as it is, but for names: the forwarder ends."""
+        if self._watch is None:
+            return  # not started
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        self._watch = None
+        await self.pool.close()
+        await self.workers.close()
+        await asyncio.gather(*(slot.close() for slot in self._slots.values()))
+        self._slots.clear()
+
+    # a sandbox's slot
+
+    def path(self, sandbox_id: str) -> Path:
+        """The bare namespace, for the runtime; known before the slot is taken."""
+        return guest_name(self._link(sandbox_id))
+
+    async def take(self, sandbox_id: str, policy: EffectivePolicy) -> Path:
+        """A slot in which this policy holds, armed. What an earlier try left is replaced."""
+        await self.release(sandbox_id)
+        try:
+            slot = await self.pool.take()
+        except OSError as problem:
+            raise PlatformError(f"cannot make the network slot of sandbox {sandbox_id}", str(problem)) from problem
+        try:
+            os.symlink(slot.folder.name, self._link(sandbox_id))
+            await slot.apply(policy)
+            self._slots[sandbox_id] = slot
+            await self.workers.open(sandbox_id, slot)
+        except BaseException:
+            self._slots.pop(sandbox_id, None)
+            await asyncio.shield(self._discard(slot))
+            self._link(sandbox_id).unlink(missing_ok=True)
+            raise
+        return self.path(sandbox_id)
+
+    async def arm(self, sandbox_id: str) -> None:
+        """Give the bare namespace its address again: a sentry takes it away as it starts (network-facts 2)."""
+        try:
+            await asyncio.to_thread(arm_slot, self._link(sandbox_id))
+        except OSError as problem:
+            raise PlatformError(f"cannot arm the network slot of sandbox {sandbox_id}", str(problem)) from problem
+
+    async def update(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        """Put a policy in the place of the one before, and cut what it forbids.
+
+        The forwarder first: a name that is not allowed any more is not answered again, and no address learned under the
+        old policy gets into the new rules.
+        """
+        slot = self._taken(sandbox_id)
+        async with slot.lock:
+            learned = await self.workers.change(sandbox_id, policy)
+            await slot.apply(policy, learned=learned)
+            cut = await slot.cut()
+        log.info("network policy in place", sandbox=sandbox_id, version=policy.version, connections_cut=cut)
+
+    async def readopt(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        """After a restart of the node: open the slot of a running sandbox again, and see that this policy holds."""
+        if sandbox_id in self._slots:
+            return
+        link = self._link(sandbox_id)
+        try:
+            folder = self._folder / os.readlink(link)
+            router = await asyncio.to_thread(self._open_router, folder)
+        except OSError as problem:
+            raise PlatformError(f"cannot find the network slot of sandbox {sandbox_id}", str(problem)) from problem
+        slot = self._make_taken(folder, router)
+        try:
+            await asyncio.to_thread(router.set_host_addresses, self._host_addresses)
+            await slot.apply(policy)
+            await slot.cut()
+        except BaseException:
+            await asyncio.shield(slot.close())
+            raise
+        self._slots[sandbox_id] = slot
+        await self.workers.open(sandbox_id, slot)
+
+    async def guest_link(self, sandbox_id: str) -> GuestLink:
+        """An unconnected, non-blocking TCP socket made in the router namespace."""
+        try:
+            made = await asyncio.to_thread(open_socket, self._link(sandbox_id))
+        except OSError as problem:
+            raise NotFound(
+                f"cannot reach sandbox {sandbox_id}", f"it has no network slot: {problem}", code="sandbox_not_found"
+            ) from problem
+        return GuestLink(socket=made, address=(GUEST_ADDRESS, AGENT_PORT))
+
+    async def counters(self, sandbox_id: str) -> Counters:
+        return await self._taken(sandbox_id).counters()
+
+    async def release(self, sandbox_id: str) -> None:
+        """Take it away: first what is open in it, for each socket would hold its namespaces (network-facts 5)."""
+        link = self._link(sandbox_id)
+        slot = self._slots.get(sandbox_id)
+        if slot is None and not link.is_symlink():
+            return
+        await self.workers.shut(sandbox_id)
+        if slot is not None:
+            await slot.close()
+        await asyncio.to_thread(_release_linked, link)
+        self._slots.pop(sandbox_id, None)
+
+    async def leftovers(self) -> list[str]:
+        """Ids of all sandboxes that have a slot."""
+        names = await asyncio.to_thread(os.listdir, self._folder)
+        return sorted({match[1] for name in names if (match := _LINK.fullmatch(name))})
+
+    def _link(self, sandbox_id: str) -> Path:
+        return self._folder / f"{sandbox_id}.slot"
+
+    def _taken(self, sandbox_id: str) -> TakenSlot:
+        slot = self._slots.get(sandbox_id)
+        if slot is None:
+            raise NotFound(f"cannot find the network slot of sandbox {sandbox_id}", code="sandbox_not_found")
+        return slot
+
+    # the hub
+
+    def _open_hub(self) -> BlockPlan:
+        config = self._config
+        kept = self._hub.kept_block()
+        in_use = any(_LINK.fullmatch(name) for name in os.listdir(self._folder))
+        needed = config.max_sandboxes + config.pool + _SPARE_SLOTS
+        if kept is not None and (in_use or config.block in ("auto", str(kept))):
+            if config.block not in ("auto", str(kept)):
+                log.warning("network block kept while sandboxes use it", block=str(kept), wanted=config.block)
+            block = kept
+        else:
+            link = host_link(config.instance_id)
+            taken = taken_addresses(read_routes(), own_link=link, exemptions=self._exemptions)
+            block = choose_block(config.block, taken=taken, slots=needed)
+        plan = BlockPlan(network=block)
+        self._hub.open(plan)
+        return plan
+
+    def _recipe(self) -> SlotRecipe:
+        return SlotRecipe(
+            folder=self._folder,
+            hub=self._hub.path,
+            block=self._plan.network,
+            exemptions=self._exemptions,
+            host_addresses=self._host_addresses,
+        )
+
+    async def _prepare(self, number: int) -> TakenSlot:
+        folder = self._folder / str(number)
+        return self._make_taken(folder, await asyncio.to_thread(self._open_router, folder))
+
+    async def _discard(self, slot: TakenSlot) -> None:
+        await slot.close()
+        await asyncio.to_thread(release_slot, slot.folder)
+
+    def _open_router(self, folder: Path) -> Router:
+        return Router.open(router_name(folder), exemptions=self._exemptions)
+
+    def _make_taken(self, folder: Path, router: Router) -> TakenSlot:
+        return TakenSlot(folder=folder, plan=self._plan.slot(int(folder.name)), router=router)
+
+    def _remove_unused(self) -> None:
+        """Slots that an earlier daemon had ready, or was making: nothing was ever in them."""
+        used = set()
+        for name in os.listdir(self._folder):
+            if _LINK.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    used.add(os.readlink(self._folder / name))
+        for name in os.listdir(self._folder):
+            if name.isdigit() and name not in used:
+                release_slot(self._folder / name)
+
+    async def _watch_host(self) -> None:
+        """Keep to the host's own addresses as they come and go: no sandbox reaches them."""
+        while True:
+            await asyncio.sleep(HOST_ADDRESSES_EVERY_S)
+            try:
+                addresses = await asyncio.to_thread(_host_addresses)
+                if addresses == self._host_addresses:
+                    continue
+                self._host_addresses = addresses
+                log.info("host addresses changed", addresses=[str(address) for address in addresses])
+                await asyncio.gather(*(slot.set_host_addresses(addresses) for slot in list(self._slots.values())))
+                await self.workers.set_host_addresses(addresses)
+                await self.pool.drain()
+            except (OSError, CpuosError):
+                log.exception("host addresses not followed yet")
+                self._host_addresses = ()
+
+
+def _host_addresses() -> tuple[IPv4Address, ...]:
+    with RouteNetlink() as host:
+        return tuple(sorted({address.ip for _, address in host.addresses() if not address.ip.is_loopback}))
+
+
+def _release_linked(link: Path) -> None:
+    """The slot, then the link that makes it a sandbox's: what fails half-way still has an owner."""
+    with contextlib.suppress(FileNotFoundError):
+        name = os.readlink(link)
+        if name.isdigit():
+            release_slot(link.parent / name)
+    link.unlink(missing_ok=True)
+
+
+def _parse_resolvers(texts: tuple[str, ...]) -> tuple[IPv4Address, ...]:
+    try:
+        found = tuple(IPv4Address(text) for text in texts)
+    except ValueError as error:
+        raise InvalidRequest("cannot read dns_servers", str(error), hint='dns_servers = ["1.1.1.1"]') from error
+    if not found:
+        raise InvalidRequest("cannot read dns_servers", "the list is empty", hint='dns_servers = ["1.1.1.1"]')
+    return found

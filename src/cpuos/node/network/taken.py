@@ -1,0 +1,75 @@
+"""A slot in use: its router, the policy that holds in it, and what its guest was told of names."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from ipaddress import IPv4Address
+from pathlib import Path
+
+from cpuos.node.network.judge import Judge
+from cpuos.node.network.plan import SlotPlan
+from cpuos.node.network.policy_rules import NamedAddress
+from cpuos.node.network.router import Counters, Router
+from cpuos.types.network import EffectivePolicy
+
+__all__ = ["TakenSlot"]
+
+_MAX_ADDRESSES = 8192
+_MAX_NAMES = 64
+
+
+class TakenSlot:
+    """One for each sandbox of this daemon. Its methods take what blocks into threads."""
+
+    def __init__(self, *, folder: Path, plan: SlotPlan, router: Router) -> None:
+        self.folder = folder
+        self.plan = plan
+        self.policy: EffectivePolicy | None = None
+        self.lock = asyncio.Lock()
+        """Guards policy, rules and `opened`: what the forwarder learns goes by the policy that it was learned under."""
+        self.opened: dict[str, int] = {}
+        """By worker: which of its processes has this slot."""
+        self._router = router
+        self._names: OrderedDict[IPv4Address, dict[str, None]] = OrderedDict()
+
+    async def apply(self, policy: EffectivePolicy, *, learned: Collection[NamedAddress] = ()) -> None:
+        await asyncio.to_thread(self._router.apply, Judge(policy), learned=learned)
+        self.policy = policy
+
+    async def cut(self) -> int:
+        """Take out what is open and may not be any more; how many connections that were."""
+        assert self.policy is not None
+        names = dict(self._names)
+        return len(await asyncio.to_thread(self._router.cut, Judge(self.policy), lambda a: names.get(a, {})))
+
+    async def learn(self, learned: Collection[NamedAddress]) -> None:
+        async with self.lock:
+            self._remember(learned)
+            await asyncio.to_thread(self._router.learn, learned)
+
+    async def set_host_addresses(self, addresses: Collection[IPv4Address]) -> None:
+        async with self.lock:
+            await asyncio.to_thread(self._router.set_host_addresses, addresses)
+
+    async def peek_sockets(self, count: int) -> list[socket.socket]:
+        return await asyncio.to_thread(self._router.peek_sockets, count)
+
+    async def counters(self) -> Counters:
+        return await asyncio.to_thread(self._router.counters)
+
+    async def close(self) -> None:
+        """Let go of the namespace: its rules hold on without this daemon."""
+        await asyncio.to_thread(self._router.close)
+
+    def _remember(self, learned: Iterable[NamedAddress]) -> None:
+        for entry in learned:
+            names = self._names.setdefault(entry.address, {})
+            self._names.move_to_end(entry.address)
+            names[entry.name] = None
+            if len(names) > _MAX_NAMES:
+                del names[next(iter(names))]
+        while len(self._names) > _MAX_ADDRESSES:
+            self._names.popitem(last=False)

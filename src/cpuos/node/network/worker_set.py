@@ -1,0 +1,226 @@
+"""The three unprivileged workers of a node, and what each is given of every slot.
+
+A worker that is down is no reason to fail a call: the kernel refuses what it would have served, and it is given all
+slots anew when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from cpuos.errors import NotFound, PlatformError
+from cpuos.node.network.blocked import Exemption
+from cpuos.node.network.log_sockets import open_end_socket
+from cpuos.node.network.policy_rules import NamedAddress
+from cpuos.node.network.slot import router_name
+from cpuos.node.network.sockets import open_for_worker
+from cpuos.node.network.taken import TakenSlot
+from cpuos.node.network.workers.calls import Done, Operation
+from cpuos.node.network.workers.channel import Descriptors, Message
+from cpuos.node.network.workers.messages import (
+    Close,
+    Host,
+    Hub,
+    Learn,
+    Learned,
+    Open,
+    PolicyChange,
+    Sockets,
+    Start,
+    WantSockets,
+)
+from cpuos.node.network.workers.supervisor import StartCall, Worker
+from cpuos.types.network import EffectivePolicy
+
+__all__ = ["WorkerConfig", "WorkerSet"]
+
+A = TypeVar("A", bound=Message)
+log = structlog.get_logger("cpuos.node.network")
+
+RECORDS, DNS, PEEK = "records", "dns", "peek"
+FIRST_START_S = 15.0
+"""How long the first slot waits for workers that are still being started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    resolvers: tuple[IPv4Address, ...]
+    exemptions: tuple[Exemption, ...]
+    state_dir: Path
+    """Of the records worker."""
+    socket_path: Path
+    """Where the records worker serves."""
+
+
+class WorkerSet:
+    """Started and ended with the daemon. `slots` is what a worker that comes back is given."""
+
+    def __init__(self, config: WorkerConfig, *, hub: Path, slots: Callable[[], Mapping[str, TakenSlot]]) -> None:
+        self._config = config
+        self._hub = hub
+        self._slots = slots
+        self._host_addresses: tuple[IPv4Address, ...] = ()
+        self._feeds: dict[str, tuple[socket.socket, socket.socket]] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self._processes: Counter[str] = Counter()
+        """By worker: how many processes of it there were."""
+        questions = {DNS: [Operation(Learn, self._learn)], PEEK: [Operation(WantSockets, self._give_sockets)]}
+        self.workers = {
+            name: Worker(
+                name,
+                start=lambda name=name: self._start_call(name),  # type: ignore[misc]
+                questions=questions.get(name, ()),
+                on_restart=self._replay,
+            )
+            for name in (RECORDS, DNS, PEEK)
+            if importlib.util.find_spec(f"cpuos.node.network.workers.{name}") is not None
+        }
+
+    def start(self, host_addresses: Sequence[IPv4Address]) -> None:
+        """Begin: the daemon answers meanwhile, and the first slots wait."""
+        self._host_addresses = tuple(host_addresses)
+        for name in (DNS, PEEK):
+            self._feeds[name] = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._starting = asyncio.create_task(self._start_all(), name="cpuos-network-workers")
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in self.workers.values()))
+        for pair in self._feeds.values():
+            for end in pair:
+                end.close()
+        self._feeds.clear()
+
+    # what holds for one slot
+
+    async def open(self, sandbox_id: str, slot: TakenSlot) -> None:
+        """Give a slot with its policy to all of them."""
+        if self._starting is not None and not self._starting.done():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._starting), FIRST_START_S)
+        async with slot.lock:
+            await asyncio.gather(*(self._open_in(worker, sandbox_id, slot) for worker in self.workers.values()))
+
+    async def change(self, sandbox_id: str, policy: EffectivePolicy) -> list[NamedAddress]:
+        """Tell them of a new policy: first the forwarder. What it has answered that is still allowed."""
+        change = PolicyChange(sandbox=sandbox_id, policy=policy)
+        answer = await self._tell(DNS, change, answer=Learned)
+        await asyncio.gather(self._tell(PEEK, change), self._tell(RECORDS, change))
+        if answer is None:
+            return []
+        return [NamedAddress(name=row.name, address=row.address, ttl_s=row.ttl_s) for row in answer.learned]
+
+    async def shut(self, sandbox_id: str) -> None:
+        """Let them close all they hold of a slot."""
+        close = Close(sandbox=sandbox_id)
+        await asyncio.gather(*(self._tell(name, close) for name in self.workers))
+
+    async def set_host_addresses(self, addresses: Sequence[IPv4Address]) -> None:
+        self._host_addresses = tuple(addresses)
+        host = Host(host_addresses=list(addresses))
+        await asyncio.gather(*(self._tell(name, host) for name in (DNS, PEEK)))
+
+    # starting, and starting again
+
+    async def _start_all(self) -> None:
+        await asyncio.gather(*(self._start(worker) for worker in self.workers.values()))
+
+    async def _start(self, worker: Worker) -> None:
+        pause = 0.1
+        while True:
+            try:
+                await worker.start()
+                await self._replay(worker)
+                return
+            except PlatformError as problem:
+                log.error("network worker does not start", worker=worker.name, why=problem.why, again_in_s=pause)
+                await worker.close()
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 10.0)
+
+    def _start_call(self, name: str) -> StartCall:
+        self._processes[name] += 1
+        config = self._config
+        message = Start(
+            resolvers=list(config.resolvers),
+            exemptions=list(config.exemptions),
+            host_addresses=list(self._host_addresses),
+            state_dir=str(config.state_dir) if name == RECORDS else "",
+            socket_path=str(config.socket_path) if name == RECORDS else "",
+        )
+        if name == RECORDS:
+            return StartCall(message=message, descriptors=[self._feeds[feeder][0].fileno() for feeder in (DNS, PEEK)])
+        return StartCall(message=message, descriptors=[self._feeds[name][1].fileno()])
+
+    async def _replay(self, worker: Worker) -> None:
+        if worker.name == RECORDS:
+            with await asyncio.to_thread(open_end_socket, self._hub) as ends:
+                await worker.request(Hub(), descriptors=[ends.fileno()])
+        for sandbox_id, slot in list(self._slots().items()):
+            async with slot.lock:
+                await self._open_in(worker, sandbox_id, slot)
+
+    async def _open_in(self, worker: Worker, sandbox_id: str, slot: TakenSlot) -> None:
+        process = self._processes[worker.name]
+        if slot.policy is None or slot.opened.get(worker.name) == process:
+            return
+        message = Open(
+            sandbox=sandbox_id,
+            policy=slot.policy,
+            exemptions=list(self._config.exemptions),
+            slot_address=slot.plan.address,
+        )
+        opened = open_for_worker(worker.name, router_name(slot.folder))
+        try:
+            descriptors = await asyncio.to_thread(opened.__enter__)
+            try:
+                await worker.request(message, descriptors=descriptors)
+                slot.opened[worker.name] = process
+            finally:
+                opened.__exit__(None, None, None)
+        except (PlatformError, OSError) as problem:
+            log.warning("slot not opened in worker", worker=worker.name, sandbox=sandbox_id, why=str(problem))
+
+    async def _tell(self, name: str, message: Message, *, answer: type[A] = Done) -> A | None:  # type: ignore[assignment]
+        worker = self.workers.get(name)
+        if worker is None:
+            return None
+        try:
+            return await worker.request(message, answer=answer)
+        except PlatformError as problem:
+            log.warning("worker not told", worker=name, of=message.op, why=problem.why or problem.what)
+            return None
+
+    # what they ask
+
+    async def _learn(self, message: Learn, descriptors: Descriptors) -> None:
+        rows = [NamedAddress(name=message.name, address=row.address, ttl_s=row.ttl_s) for row in message.addresses]
+        await self._slot(message.sandbox).learn(rows)
+
+    async def _give_sockets(self, message: WantSockets, descriptors: Descriptors) -> None:
+        made = await self._slot(message.sandbox).peek_sockets(message.count)
+        try:
+            numbers = [one.fileno() for one in made]
+            await self.workers[PEEK].request(Sockets(sandbox=message.sandbox), descriptors=numbers)
+        finally:
+            for one in made:
+                one.close()
+
+    def _slot(self, sandbox_id: str) -> TakenSlot:
+        slot = self._slots().get(sandbox_id)
+        if slot is None:
+            raise NotFound(f"cannot find the slot of sandbox {sandbox_id}", code="sandbox_not_found")
+        return slot
