@@ -7,7 +7,8 @@ files=$2
 chroot "$root" adduser --quiet --disabled-password --gecos "" --uid 1000 user
 chroot "$root" adduser --quiet user sudo
 # fqdn would have sudo ask a name server for the sandbox's own name, which has no answer.
-printf 'Defaults !fqdn\nuser ALL=(ALL:ALL) NOPASSWD:ALL\n' > "$root/etc/sudoers.d/cpuos"
+# The command's id stays readable behind sudo, so that what it does can be told apart.
+printf 'Defaults !fqdn\nDefaults env_keep += "CPUOS_COMMAND"\nuser ALL=(ALL:ALL) NOPASSWD:ALL\n' > "$root/etc/sudoers.d/cpuos"
 chmod 0440 "$root/etc/sudoers.d/cpuos"
 
 install -d -m 0755 "$root/.cpuos" "$root/var/log/cpuos" "$root/home/user/.local" "$root/home/user/.local/bin"
