@@ -68,7 +68,7 @@ def judge(*layers: Any, version: int = 1) -> Judge:
 class RouterWorld:
     def __init__(self, folder: Path, router: Router) -> None:
         self.router = router
-        self.folder = folder
+        self.address = PLAN.address
         self.outside_path = folder / "outside"
         self.guest_path = guest_name(folder / "slot")
         self.router_path = router_name(folder / "slot")
