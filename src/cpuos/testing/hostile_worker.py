@@ -113,6 +113,12 @@ class HostileWorker:
         answers = await asyncio.gather(*questions, return_exceptions=True)
         return Report(values={"failed": [str(a) for a in answers if isinstance(a, CallFailed)]})
 
+    async def _do_burst(self, count: int) -> None:
+        end = self._channel()
+        end.setblocking(True)
+        for number in range(count):
+            end.send(b'.{"q":%d,"op":"asked","text":"one of many"}' % number)
+
     async def _do_garbage(self, count: int) -> None:
         self._channel().send(b".{not json")
 

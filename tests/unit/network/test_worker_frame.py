@@ -104,7 +104,7 @@ async def test_an_unknown_operation_is_refused() -> None:
         op = "other"
 
     async with make() as worker:
-        with pytest.raises(PlatformError, match="cannot other in the test worker"):
+        with pytest.raises(PlatformError, match="cannot have 'other' done by the test worker"):
             await worker.request(Other(how="x"))
 
 
@@ -217,7 +217,7 @@ async def test_more_questions_than_allowed_at_once_end_the_worker() -> None:
 
     async with make(questions=[Operation(Asked, slow)]) as worker:
         with pytest.raises(Unavailable):
-            await worker.request(Act(how="ask", count=1000), timeout_s=20)
+            await worker.request(Act(how="burst", count=1000), timeout_s=20)
         await until_restarted(worker)
 
 

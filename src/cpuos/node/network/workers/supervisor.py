@@ -149,11 +149,14 @@ class Worker:
         except CallFailed as problem:
             if self._calls is not calls:
                 raise self._gone(message) from problem
-            raise PlatformError(f"cannot {message.op} in the {self.name} worker", str(problem)) from problem
+            raise PlatformError(self._what(message), str(problem)) from problem
+
+    def _what(self, message: Message) -> str:
+        return f"cannot have {message.op!r} done by the {self.name} worker"
 
     def _gone(self, message: Message) -> Unavailable:
         return Unavailable(
-            f"cannot {message.op} in the {self.name} worker",
+            self._what(message),
             self._problem or "it is being started",
             code="node_unavailable",
             hint="the node starts it again by itself; repeat the call",
