@@ -7,7 +7,7 @@ STAMP := .venv/synced
 DATA_DIR := $(or $(CPUOS_DATA_DIR),/var/lib/cpuos)
 EXAMPLE := examples/seattle-weather
 export UV_CACHE_DIR ?= $(DATA_DIR)/cache/uv-cache
-GO_ENVIRONMENT := GOCACHE=$(DATA_DIR)/cache/go/build GOPATH=$(DATA_DIR)/cache/go/path GOTOOLCHAIN=local GOFLAGS=-buildvcs=false CGO_ENABLED=0
+GO_ENVIRONMENT := GOCACHE=$(DATA_DIR)/cache/go/build GOMODCACHE=$(DATA_DIR)/cache/go/mod GOPATH=$(DATA_DIR)/cache/go/path GOTOOLCHAIN=local GOFLAGS=-buildvcs=false CGO_ENABLED=0
 # Lines of stdout and stderr come in the order in which they were written, in pipes too.
 export PYTHONUNBUFFERED := 1
 

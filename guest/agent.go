@@ -13,6 +13,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"golang.org/x/sync/singleflight"
 )
 
 const (
@@ -26,20 +28,22 @@ type agent struct {
 	users    *userTable
 	children *reaper
 	started  time.Time
-	tunnels  atomic.Int32 // open ones
-	prepare  func()       // returns when this process is fit for more than to tell who it is
+	tunnels  atomic.Int32       // open ones
+	starts   singleflight.Group // of commands, by id
+	logs     logFolders
 
 	mu         sync.Mutex // guards the rest
 	generation int64
 	sessionKey []byte
 	conns      map[*net.TCPConn]bool
 	commands   map[string]*command
+	leaders    map[int]*command // the newest command whose program has this process number
 }
 
 func newAgent(sandbox string, nodeKey ed25519.PublicKey, etc string) *agent {
 	return &agent{
-		sandbox: sandbox, nodeKey: nodeKey, users: newUserTable(etc), children: newReaper(), started: now(), prepare: func() {},
-		conns: map[*net.TCPConn]bool{}, commands: map[string]*command{},
+		sandbox: sandbox, nodeKey: nodeKey, users: &userTable{folder: etc, files: map[string]cachedFile{}}, children: newReaper(), started: now(),
+		conns: map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
 	}
 }
 
@@ -59,6 +63,7 @@ func (a *agent) accept(listener net.Listener, peer net.IP) {
 	}
 }
 
+// remember keeps a connection until it is forgotten, unless there are too many.
 func (a *agent) remember(tcp *net.TCPConn) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -83,8 +88,10 @@ func (a *agent) authorized(header string) bool {
 	return ok && err == nil && a.sessionKey != nil && subtle.ConstantTimeCompare(key, a.sessionKey) == 1
 }
 
+type handler = func(a *agent, r *request) any
+
 // routes are all calls of the contract; ID stands for a command's id or a port. What a handler gives is the answer's JSON.
-var routes = map[string]func(a *agent, r *request) any{
+var routes = map[string]handler{
 	"POST /v1/identity":           (*agent).setIdentity,
 	"GET /v1/hello":               (*agent).hello,
 	"POST /v1/clock":              (*agent).setClock,
@@ -96,16 +103,16 @@ var routes = map[string]func(a *agent, r *request) any{
 	"POST /v1/commands/ID/attach": (*agent).attachCommand,
 	"POST /v1/commands/ID/kill":   (*agent).killCommand,
 	"POST /v1/ports/ID/connect":   (*agent).connectPort,
-	"GET /v1/files":               (*agent).readFile,
-	"PUT /v1/files":               (*agent).writeFile,
-	"DELETE /v1/files":            (*agent).removeFile,
-	"GET /v1/files/stat":          (*agent).statFile,
-	"GET /v1/files/list":          (*agent).listFiles,
-	"POST /v1/files/mkdir":        (*agent).makeFolder,
-	"POST /v1/files/move":         (*agent).moveFile,
-	"GET /v1/files/watch":         (*agent).watchFiles,
-	"GET /v1/files/tree":          (*agent).readTree,
-	"PUT /v1/files/tree":          (*agent).writeTree,
+	"GET /v1/files":               onPath("read", (*agent).readFile),
+	"PUT /v1/files":               onPath("write", (*agent).writeFile),
+	"DELETE /v1/files":            asUser("remove", (*agent).removeFile),
+	"GET /v1/files/stat":          asUser("stat", (*agent).statFile),
+	"GET /v1/files/list":          asUser("list", (*agent).listFiles),
+	"POST /v1/files/mkdir":        asUser("make folder", (*agent).makeFolder),
+	"POST /v1/files/move":         asUser("move", (*agent).moveFile),
+	"GET /v1/files/watch":         onPath("watch", (*agent).watchFiles),
+	"GET /v1/files/tree":          asUser("read tree", (*agent).readTree),
+	"PUT /v1/files/tree":          asUser("write tree", (*agent).writeTree),
 }
 
 func (a *agent) serve(r *request) any {
@@ -114,11 +121,8 @@ func (a *agent) serve(r *request) any {
 		r.id, parts[3] = parts[3], "ID"
 	}
 	route := r.method + " " + strings.Join(parts, "/")
-	if route != "POST /v1/identity" {
-		if !a.authorized(r.authorization) {
-			check(fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
-		}
-		a.prepare()
+	if route != "POST /v1/identity" && !a.authorized(r.authorization) {
+		check(fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
 	}
 	handle := routes[route]
 	if handle == nil {

@@ -3,10 +3,12 @@ package main
 import (
 	"archive/tar"
 	"bufio"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
+	"net/http/httputil"
 	"os"
 	"path"
 	"slices"
@@ -19,44 +21,38 @@ import (
 const maxTreeDepth = 4096 // beyond any path that the kernel takes
 
 // readTree looks through the whole tree first: what may not be read is told before the answer begins.
-func (a *agent) readTree(r *request) any {
-	p, who := a.target(r, "path")
-	defer doing("read tree", p)
-	who.run(func() {
-		folder := got(os.Stat(p))
-		if !folder.IsDir() {
-			check(syscall.ENOTDIR)
-		}
-		demandReadable(p, folder, false)
-		r.keepAlive = false // whatever goes wrong from here on is told by a missing last chunk
-		r.send(r.head(200, "application/x-tar", -1, ""))
-		body := bufio.NewWriterSize(chunkWriter{r.link}, 256<<10)
-		archive := tar.NewWriter(body)
-		walk(p, "", maxTreeDepth, func(full, name string, file fs.FileInfo) { pack(archive, full, name, file) })
-		check(errors.Join(archive.Close(), body.Flush()))
-		r.send([]byte("0\r\n\r\n"))
-	})
+func (a *agent) readTree(f fileCall) any {
+	folder := got(os.Stat(f.path))
+	if !folder.IsDir() {
+		check(syscall.ENOTDIR)
+	}
+	demandReadable(f.path, folder, false)
+	f.keepAlive = false // whatever goes wrong from here on is told by a missing last chunk
+	f.send(f.head(200, "application/x-tar", -1, ""))
+	chunks := httputil.NewChunkedWriter(struct{ io.Writer }{f.link})
+	body := bufio.NewWriterSize(chunks, 256<<10)
+	archive := tar.NewWriter(body)
+	walk(f.path, "", maxTreeDepth, func(full, name string, file fs.FileInfo) { pack(archive, full, name, file) })
+	check(archive.Close())
+	check(body.Flush())
+	check(chunks.Close())
+	f.send([]byte("\r\n"))
 	return nil
-}
-
-type chunkWriter struct{ link }
-
-func (w chunkWriter) Write(data []byte) (int, error) {
-	return len(data), attempt(func() { w.send(fmt.Appendf(nil, "%x\r\n", len(data)), data, []byte("\r\n")) })
 }
 
 // demandReadable ends a call with what reading a tree would meet; all says that devices, sockets and pipes count.
 func demandReadable(p string, file fs.FileInfo, all bool) {
 	look := func(full, _ string, file fs.FileInfo) {
-		defer doing("read", full)
-		switch kind := kindOf(file); {
-		case kind == "other" && all:
-			demandRegular(file)
-		case kind == "file":
-			check(syscall.Faccessat(atFdcwd, full, 4, atEaccess))
-		case kind == "directory":
-			check(syscall.Faccessat(atFdcwd, full, 4|1, atEaccess)) // names alone do not make a copy
-		}
+		doing("read", full, func() {
+			switch kind := kindOf(file); {
+			case kind == "other" && all:
+				demandRegular(file)
+			case kind == "file":
+				check(access(full, mayRead))
+			case kind == "directory":
+				check(access(full, mayRead|mayExecute)) // names alone do not make a copy
+			}
+		})
 	}
 	if look(p, "", file); file.IsDir() {
 		walk(p, "", maxTreeDepth, look)
@@ -83,15 +79,11 @@ func pack(archive *tar.Writer, full, name string, file fs.FileInfo) {
 	}
 }
 
-func (a *agent) writeTree(r *request) any {
-	p, who := a.target(r, "path")
-	defer doing("write tree", p)
-	u := unpacker{}
-	who.run(func() {
-		check(os.MkdirAll(p, 0o755))
-		u.unpack(p, bufio.NewReaderSize(struct{ io.Reader }{r}, 256<<10))
-	})
-	got(io.Copy(io.Discard, struct{ io.Reader }{r})) // an archive may be padded
+func (a *agent) writeTree(f fileCall) any {
+	check(os.MkdirAll(f.path, 0o755))
+	u, body := unpacker{}, struct{ io.Reader }{f.request}
+	u.unpack(f.path, bufio.NewReaderSize(body, 256<<10))
+	got(io.Copy(io.Discard, body)) // an archive may be padded
 	return map[string]any{"files": u.files, "bytes": u.bytes}
 }
 
@@ -194,33 +186,31 @@ func (u *unpacker) finish(header *tar.Header, name string) {
 	check(errors.Join(u.root.Chmod(name, header.FileInfo().Mode()), u.root.Chtimes(name, header.ModTime, header.ModTime)))
 }
 
-// moveAcross moves between file systems: a copy by archive, then the removal. It runs with the user's credentials.
+// moveAcross moves between file systems: a copy by archive beside the new place, then its name, then the removal.
 func moveAcross(who *user, from, to string, overwrite bool) {
-	there, err := os.Lstat(to)
-	if err == nil && (!overwrite || there.IsDir()) {
+	if _, err := os.Lstat(to); err == nil && !overwrite {
 		check(syscall.EEXIST)
 	}
-	fresh := err != nil
 	file := got(os.Lstat(from))
 	demandReadable(from, file, true)
+	folder, temporary := path.Dir(to), temporaryNew+rand.Text()
+	defer os.RemoveAll(path.Join(folder, temporary)) // gone by then when all is well
 	reader, writer := io.Pipe()
-	unpacked := make(chan error, 1)
 	go func() {
-		err := attempt(func() { who.run(func() { new(unpacker).unpack(path.Dir(to), reader) }) })
-		reader.CloseWithError(err)
-		unpacked <- err
+		archive := tar.NewWriter(writer)
+		add := func(full, name string, file fs.FileInfo) { pack(archive, full, name, file) }
+		writer.CloseWithError(attempt(func() {
+			who.run(func() {
+				if add(from, temporary, file); file.IsDir() {
+					walk(from, temporary, maxTreeDepth, add)
+				}
+				check(archive.Close())
+			})
+		}))
 	}()
-	archive := tar.NewWriter(writer)
-	err = attempt(func() {
-		if pack(archive, from, path.Base(to), file); file.IsDir() {
-			walk(from, path.Base(to), maxTreeDepth, func(full, name string, file fs.FileInfo) { pack(archive, full, name, file) })
-		}
-		check(archive.Close())
-	})
-	writer.CloseWithError(err)
-	if err = errors.Join(<-unpacked, err); err != nil && fresh {
-		os.RemoveAll(to)
-	}
+	err := attempt(func() { new(unpacker).unpack(folder, reader) })
+	reader.CloseWithError(err)
 	check(err)
+	check(rename(path.Join(folder, temporary), to, overwrite))
 	check(os.RemoveAll(from))
 }

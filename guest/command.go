@@ -1,18 +1,18 @@
 package main
 
 import (
+	"cmp"
+	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
-const (
-	quietTime = 100 * time.Millisecond // without output after the program's end
-	drainTime = time.Second            // in all, should a child go on writing
-)
-
-var never, past = time.Time{}, time.Unix(1, 0)
+var never = time.Time{}
 
 func now() time.Time { return time.Now() }
 
@@ -27,27 +27,24 @@ type cause struct {
 
 // command is one program with what is left of it: it stays until the host has deleted it.
 type command struct {
-	id       string
-	agent    *agent
-	ready    chan struct{} // closed when started, or not: then startErr says why
-	startErr error
-	started  time.Time
-	out      []*stream // stdout and stderr; a terminal has the first alone
-	stdin    *stdinQueue
-	wake     chan struct{} // something changed for the session
-	done     chan struct{} // closed when it has ended
-
-	mu               sync.Mutex // guards the rest, and the streams' numbers
+	id               string
+	agent            *agent
 	pid              int
-	causes           []cause
-	exit             *syscall.WaitStatus
-	exitedAt         time.Time
-	drainLeft        time.Duration
-	killing, holders int // kills under way; who may still touch the rings: record, pumps, sessions
-	ended            bool
-	copied, copyLost bool
-	deadline, quiet  *time.Timer
-	session          *session
+	started          time.Time
+	out              []*stream // stdout and stderr; a terminal has the first alone
+	stdin            *stdinQueue
+	wake             chan struct{} // something changed for the session
+	done             chan struct{} // closed when it has ended
+	copied, copyLost atomic.Bool   // output was copied to a file, and not to its end
+
+	mu       sync.Mutex // guards the rest, and the streams' numbers
+	causes   []cause
+	exit     *syscall.WaitStatus
+	exitedAt time.Time
+	killing  int // kills under way
+	holders  int // who may touch the rings of an ended command: its record, sessions
+	deadline *time.Timer
+	session  *session
 }
 
 // record is a command as the contract tells it.
@@ -62,21 +59,21 @@ func (c *command) record() map[string]any {
 	if len(c.out) > 1 {
 		r["stderr_bytes"] = c.out[1].written
 	}
-	if c.copied && !c.copyLost {
+	if c.copied.Load() && !c.copyLost.Load() {
 		r["output_path"] = logFolder + "/" + c.id
 	}
-	if c.ended {
-		r["duration_s"] = elapsed(c.started, c.exitedAt)
-		if c.exit.Exited() {
-			r["status"], r["exit_code"] = "exited", c.exit.ExitStatus()
-			return r
-		}
-		r["status"], r["signal"] = "signalled", int(c.exit.Signal())
-		for _, why := range slices.Backward(c.causes) { // the first that sent this signal counts
-			if why.signal == c.exit.Signal() {
-				r["status"], r["reason"] = why.status, why.reason
-			}
-		}
+	if !c.hasEnded() {
+		return r
+	}
+	r["duration_s"] = elapsed(c.started, c.exitedAt)
+	if c.exit.Exited() {
+		r["status"], r["exit_code"] = "exited", c.exit.ExitStatus()
+		return r
+	}
+	r["status"], r["signal"] = "signalled", int(c.exit.Signal())
+	sent := func(why cause) bool { return why.signal == c.exit.Signal() }
+	if i := slices.IndexFunc(c.causes, sent); i >= 0 {
+		r["status"], r["reason"] = c.causes[i].status, c.causes[i].reason
 	}
 	return r
 }
@@ -94,52 +91,22 @@ func (c *command) hasEnded() bool {
 func (c *command) exited(status syscall.WaitStatus) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.exit, c.exitedAt, c.drainLeft = &status, now(), drainTime
+	c.exit, c.exitedAt = &status, now()
 	if c.deadline != nil {
 		c.deadline.Stop()
 	}
 	c.stdin.abandon()
 	for _, s := range c.out {
-		s.atExit, s.lastRead = s.written, c.exitedAt
+		s.atExit, s.giveUp = s.written, c.exitedAt.Add(drainTime)
+		s.file.SetReadDeadline(c.exitedAt.Add(quietTime))
 	}
-	if c.endIfDone(); !c.ended {
-		c.quiet = time.AfterFunc(quietTime, c.drained)
-	}
-}
-
-// drained calls the end of the output when the pipes went quiet, or a child writes on. Each pump then reads what its pipe
-// holds at that moment: on a busy machine a quiet pipe may only be one that nobody got to. Time in which the host lets a
-// ring stay full does not count: nothing is dropped for the host's slowness.
-func (c *command) drained() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	wait, full := time.Duration(0), false
-	for _, s := range c.out {
-		if !s.eof && s.written-s.atExit < pipeBytes {
-			full = full || s.full
-			wait = max(wait, quietTime-now().Sub(s.lastRead))
-		}
-	}
-	if !full {
-		c.drainLeft -= quietTime
-	}
-	if !c.ended && (full || (wait > 0 && c.drainLeft > 0)) {
-		c.quiet.Reset(max(wait, 5*time.Millisecond))
-		return
-	}
-	for _, s := range c.out {
-		s.file.SetReadDeadline(past)
-	}
+	c.endIfDone()
 }
 
 // endIfDone makes the end final, under the lock: the program is gone, its output is in, and no kill is under way.
 func (c *command) endIfDone() {
-	done := c.exit != nil && c.killing == 0 && !c.ended
-	for _, s := range c.out {
-		done = done && s.eof
-	}
-	if done {
-		c.ended = true
+	open := func(s *stream) bool { return !s.eof }
+	if c.exit != nil && c.killing == 0 && !slices.ContainsFunc(c.out, open) && !c.hasEnded() {
 		close(c.done)
 		poke(c.wake)
 	}
@@ -181,10 +148,86 @@ func (c *command) release() {
 	if c.holders--; c.holders == 0 {
 		for _, s := range c.out {
 			giveBlock(s.ring, s.written)
-			s.ring = nil
-			if s.copy.file != nil {
-				s.copy.file.Close()
-			}
 		}
 	}
+}
+
+// interrupt sends Ctrl-C: the signal to whatever has the terminal's foreground. False without a terminal.
+func (c *command) interrupt() (sent bool) {
+	if c.stdin.pty {
+		control(c.stdin.file, func(fd int) {
+			group, err := unix.IoctlGetInt(fd, unix.TIOCGPGRP)
+			sent = err == nil && group > 1 && syscall.Kill(-group, syscall.SIGINT) == nil
+		})
+	}
+	return sent
+}
+
+// allCommands gives those that were started, by id.
+func (a *agent) allCommands() []*command {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return slices.SortedFunc(maps.Values(a.commands), func(x, y *command) int { return cmp.Compare(x.id, y.id) })
+}
+
+// find gives nil for an id that no command has.
+func (a *agent) find(id string) *command {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.commands[id]
+}
+
+func (a *agent) command(id string) *command {
+	c := a.find(id)
+	if c == nil {
+		check(fail(404, "command_not_found", "no command has the id %s", id))
+	}
+	return c
+}
+
+func (a *agent) listCommands(*request) any {
+	records := []any{}
+	for _, c := range a.allCommands() {
+		records = append(records, c.record())
+	}
+	return map[string]any{"commands": records}
+}
+
+func (a *agent) getCommand(r *request) any { return a.command(r.id).record() }
+
+func (a *agent) deleteCommand(r *request) any {
+	c := a.command(r.id)
+	if !c.hasEnded() {
+		check(fail(409, "invalid", "command %s has not ended", c.id))
+	}
+	a.mu.Lock()
+	present := a.commands[c.id] == c
+	delete(a.commands, c.id)
+	if a.leaders[c.pid] == c {
+		delete(a.leaders, c.pid)
+	}
+	a.mu.Unlock()
+	if present {
+		c.release()
+	}
+	return map[string]any{}
+}
+
+func (a *agent) attachCommand(r *request) any {
+	c := a.command(r.id)
+	c.stream(r, [2]uint64{uint64(r.number("stdout", 0, 10)), uint64(r.number("stderr", 0, 10))})
+	return nil
+}
+
+func (a *agent) killCommand(r *request) any {
+	body := struct {
+		Signal int
+		Reason string
+	}{Signal: int(syscall.SIGKILL)}
+	if r.readJSON(&body); body.Signal < 1 || body.Signal > 64 {
+		check(invalid("signal is 1 to 64"))
+	}
+	c := a.command(r.id)
+	check(c.kill(cause{syscall.Signal(body.Signal), "killed", body.Reason}))
+	return c.record()
 }

@@ -1,9 +1,9 @@
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"slices"
 	"syscall"
@@ -11,16 +11,13 @@ import (
 
 // apiError is an answer of the contract: a code of its closed list, its HTTP status, and the kernel's number if one was met.
 type apiError struct {
-	status        int
-	code, message string
-	errno         syscall.Errno
+	status  int
+	Code    string        `json:"code"`
+	Message string        `json:"message"`
+	Errno   syscall.Errno `json:"errno"`
 }
 
-func (e *apiError) Error() string { return e.message }
-
-func (e *apiError) MarshalJSON() ([]byte, error) {
-	return json.Marshal(map[string]any{"code": e.code, "message": e.message, "errno": int(e.errno)})
-}
+func (e *apiError) Error() string { return e.Message }
 
 func fail(status int, code, format string, arguments ...any) *apiError {
 	return &apiError{status, code, fmt.Sprintf(format, arguments...), 0}
@@ -51,18 +48,20 @@ var codes = []struct {
 }
 
 func asAPIError(err error) *apiError {
-	var known *apiError
-	if errors.As(err, &known) {
+	if known, ok := errors.AsType[*apiError](err); ok {
 		return known
 	}
-	e := apiError{500, "internal", err.Error(), 0}
-	errors.As(err, &e.errno)
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		return errIncomplete
+	}
+	e := fail(500, "internal", "%s", err)
+	e.Errno, _ = errors.AsType[syscall.Errno](err)
 	for _, c := range codes {
-		if slices.Contains(c.numbers, e.errno) {
-			e.status, e.code = c.status, c.code
+		if slices.Contains(c.numbers, e.Errno) {
+			e.status, e.Code = c.status, c.code
 		}
 	}
-	return &e
+	return e
 }
 
 // failure carries an error out of a call: check throws it, attempt catches it. Nothing else is thrown on purpose.
@@ -82,32 +81,25 @@ func got[T any](value T, err error) T {
 // attempt gives the error that ended work.
 func attempt(work func()) (err error) {
 	defer func() {
-		if thrown := recover(); thrown != nil {
-			f, ours := thrown.(failure)
-			if err = f.error; !ours {
-				panic(thrown) // a fault
-			}
+		switch thrown := recover().(type) {
+		case nil:
+		case failure:
+			err = thrown.error
+		default: // a fault
+			panic(thrown)
 		}
 	}()
 	work()
 	return nil
 }
 
-// doing, deferred, says what could not be done to which path.
-func doing(verb, path string) {
-	if thrown := recover(); thrown != nil {
-		f, ours := thrown.(failure)
-		if !ours {
-			panic(thrown)
-		}
-		err := f.error
-		var known *apiError
-		var number syscall.Errno
-		if errors.As(err, &number) && !errors.As(err, &known) {
-			err = fmt.Errorf("cannot %s %s: %w", verb, path, number)
-		}
-		check(err)
+// doing is attempt, and says what could not be done to which path.
+func doing(verb, path string, work func()) {
+	err := attempt(work)
+	if number, ok := errors.AsType[syscall.Errno](err); ok {
+		err = asAPIError(fmt.Errorf("cannot %s %s: %w", verb, path, number))
 	}
+	check(err)
 }
 
 func warn(err error) {

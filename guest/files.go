@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"cmp"
 	"encoding/base64"
 	"errors"
@@ -14,6 +15,8 @@ import (
 	"syscall"
 	"time"
 	"unicode/utf8"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -34,18 +37,18 @@ type fileInfo struct {
 	GID        uint32  `json:"gid"`
 	ModifiedAt string  `json:"modified_at"`
 	LinkTarget *string `json:"link_target"`
+	sortKey    string
 }
 
 func (a *agent) info(p string, file fs.FileInfo) fileInfo {
 	st := file.Sys().(*syscall.Stat_t)
-	i := fileInfo{Kind: kindOf(file), Size: st.Size, Mode: st.Mode & 0o7777, UID: st.Uid, GID: st.Gid}
+	i := fileInfo{Kind: kindOf(file), Size: st.Size, Mode: st.Mode & 0o7777, UID: st.Uid, GID: st.Gid, sortKey: p}
 	i.ModifiedAt = file.ModTime().UTC().Format(time.RFC3339Nano)
 	i.Path, i.Raw = rawPath(p)
 	i.User, i.Group = a.users.owner(st.Uid, st.Gid)
 	if i.Kind == "symlink" {
 		target, _ := os.Readlink(p)
-		target, _ = rawPath(target)
-		i.LinkTarget = &target
+		i.LinkTarget = new(strings.ToValidUTF8(target, "\uFFFD"))
 	}
 	return i
 }
@@ -55,8 +58,7 @@ func rawPath(p string) (text string, raw *string) {
 	if utf8.ValidString(p) {
 		return p, nil
 	}
-	encoded := base64.StdEncoding.EncodeToString([]byte(p))
-	return strings.ToValidUTF8(p, "\uFFFD"), &encoded
+	return strings.ToValidUTF8(p, "\uFFFD"), new(base64.StdEncoding.EncodeToString([]byte(p)))
 }
 
 func kindOf(file fs.FileInfo) string {
@@ -81,11 +83,11 @@ func demandRegular(file fs.FileInfo) {
 	}
 }
 
-// absolute counts a relative path from the work folder. Only a path without ".." is tidied: the kernel alone knows where
-// the parent of a link is.
-func absolute(p string) string {
+// below counts a relative path from a folder. Only a path without ".." is tidied: the kernel alone knows where the parent
+// of a link is.
+func below(folder, p string) string {
 	if !strings.HasPrefix(p, "/") {
-		p = workFolder + "/" + p
+		p = folder + "/" + p
 	}
 	if slices.Contains(strings.Split(p, "/"), "..") {
 		return p
@@ -93,13 +95,44 @@ func absolute(p string) string {
 	return path.Clean(p)
 }
 
-// target reads the path and the user of a file call.
-func (a *agent) target(r *request, name string) (string, *user) {
-	p := r.query[name]
+const mayRead, mayWrite, mayExecute = unix.R_OK, unix.W_OK, unix.X_OK
+
+// access asks the kernel what the thread's present user may do.
+func access(p string, mode uint32) error {
+	return unix.Faccessat(unix.AT_FDCWD, p, mode, unix.AT_EACCESS)
+}
+
+// filePath reads a path of a file call.
+func (r *request) filePath(name string) string {
+	p := r.query.Get(name)
 	if p == "" || strings.Contains(p, "\x00") {
 		check(fail(422, "file_name_invalid", "%s is empty or has a zero byte", name))
 	}
-	return absolute(p), a.users.find(cmp.Or(r.query["user"], "user"))
+	return below(workFolder, p)
+}
+
+// fileCall is a call on a path of a user's.
+type fileCall struct {
+	*request
+	path string
+	who  *user
+}
+
+// onPath makes a handler of one for a path; its errors say what could not be done to it.
+func onPath(verb string, call func(a *agent, f fileCall) any) handler {
+	return func(a *agent, r *request) (answer any) {
+		f := fileCall{r, r.filePath("path"), a.users.find(cmp.Or(r.query.Get("user"), "user"))}
+		doing(verb, f.path, func() { answer = call(a, f) })
+		return answer
+	}
+}
+
+// asUser is onPath with the user's rights, in all that it does.
+func asUser(verb string, call func(a *agent, f fileCall) any) handler {
+	return onPath(verb, func(a *agent, f fileCall) (answer any) {
+		f.who.run(func() { answer = call(a, f) })
+		return answer
+	})
 }
 
 func (r *request) mode() int64 {
@@ -110,14 +143,12 @@ func (r *request) mode() int64 {
 	return mode
 }
 
-func (a *agent) readFile(r *request) any {
-	p, who := a.target(r, "path")
-	offset, length := r.number("offset", 0, 10), r.number("length", 1<<62, 10)
-	defer doing("read", p)
+func (a *agent) readFile(f fileCall) any {
+	offset, length := f.number("offset", 0, 10), f.number("length", 1<<62, 10)
 	var file *os.File
-	who.run(func() {
-		demandRegular(got(os.Stat(p))) // before the open, as opening a device may do something
-		file = got(os.OpenFile(p, os.O_RDONLY|syscall.O_NONBLOCK|syscall.O_NOCTTY, 0))
+	f.who.run(func() {
+		demandRegular(got(os.Stat(f.path))) // before the open, as opening a device may do something
+		file = got(os.OpenFile(f.path, os.O_RDONLY|syscall.O_NONBLOCK|syscall.O_NOCTTY, 0))
 	})
 	defer file.Close()
 	now := got(file.Stat())
@@ -125,60 +156,43 @@ func (a *agent) readFile(r *request) any {
 	size, content := now.Size(), io.ReaderAt(file)
 	if size == 0 { // the kernel's own files have no size, only content
 		data, _ := io.ReadAll(io.LimitReader(file, 4<<20))
-		size, content = int64(len(data)), strings.NewReader(string(data))
+		size, content = int64(len(data)), bytes.NewReader(data)
 	}
 	length = min(length, max(0, size-offset))
-	r.send(r.head(200, "application/octet-stream", length, fmt.Sprintf("X-File-Size: %d\r\n", size)))
-	r.sendFile(content, offset, length)
+	f.send(f.head(200, "application/octet-stream", length, fmt.Sprintf("X-File-Size: %d\r\n", size)))
+	f.sendFile(io.NewSectionReader(content, offset, length))
 	return nil
 }
 
-func (a *agent) statFile(r *request) any {
-	p, who := a.target(r, "path")
-	return a.seen(p, who, "stat", r.flag("follow", false))
-}
+func (a *agent) statFile(f fileCall) any { return a.seen(f.path, f.flag("follow", false)) }
 
-// seen is what is at p, as the user sees it.
-func (a *agent) seen(p string, who *user, verb string, follow bool) (i fileInfo) {
-	defer doing(verb, p)
+// seen is what is at p, as the thread's present user sees it.
+func (a *agent) seen(p string, follow bool) fileInfo {
 	look := os.Lstat
 	if follow {
 		look = os.Stat
 	}
-	who.run(func() { i = a.info(p, got(look(p))) })
-	return i
+	return a.info(p, got(look(p)))
 }
 
-func (a *agent) listFiles(r *request) any {
-	p, who := a.target(r, "path")
-	depth := r.number("depth", 1, 10)
+func (a *agent) listFiles(f fileCall) any {
+	depth := f.number("depth", 1, 10)
 	if depth < 1 || depth > maxListDepth {
 		check(invalid("depth is 1 to %d", maxListDepth))
 	}
-	defer doing("list", p)
-	type entry struct {
-		path string
-		fileInfo
-	}
-	found := []entry{}
+	entries := []fileInfo{}
 	err := attempt(func() {
-		who.run(func() {
-			walk(p, "", int(depth), func(full, _ string, file fs.FileInfo) {
-				if len(found) == maxEntries {
-					check(errTooMany)
-				}
-				found = append(found, entry{full, a.info(full, file)})
-			})
+		walk(f.path, "", int(depth), func(full, _ string, file fs.FileInfo) {
+			if len(entries) == maxEntries {
+				check(errTooMany)
+			}
+			entries = append(entries, a.info(full, file))
 		})
 	})
 	if !errors.Is(err, errTooMany) {
 		check(err)
 	}
-	slices.SortFunc(found, func(x, y entry) int { return strings.Compare(x.path, y.path) })
-	entries := []fileInfo{}
-	for _, e := range found {
-		entries = append(entries, e.fileInfo)
-	}
+	slices.SortFunc(entries, func(x, y fileInfo) int { return cmp.Compare(x.sortKey, y.sortKey) })
 	return map[string]any{"entries": entries, "truncated": err != nil}
 }
 
@@ -218,73 +232,64 @@ func walk(folder, name string, depth int, visit func(full, name string, file fs.
 	}
 }
 
-func (a *agent) makeFolder(r *request) any {
-	p, who := a.target(r, "path")
-	parents, mode := r.flag("parents", true), r.mode()
-	defer doing("make folder", p)
-	who.run(func() {
-		if parents {
-			check(os.MkdirAll(path.Dir(p), 0o755))
-		}
-		err := os.Mkdir(p, 0o755)
-		if file, e := os.Stat(p); errors.Is(err, fs.ErrExist) && parents && e == nil && file.IsDir() {
-			return
-		}
-		if check(err); mode >= 0 {
-			check(syscall.Chmod(p, uint32(mode)))
-		}
-	})
-	return a.seen(p, who, "stat", true)
+func (a *agent) makeFolder(f fileCall) any {
+	parents, mode := f.flag("parents", true), f.mode()
+	if parents {
+		check(os.MkdirAll(path.Dir(f.path), 0o755))
+	}
+	err := os.Mkdir(f.path, 0o755)
+	if file, e := os.Stat(f.path); e == nil && file.IsDir() && parents && errors.Is(err, fs.ErrExist) {
+		return a.info(f.path, file)
+	}
+	if check(err); mode >= 0 {
+		check(syscall.Chmod(f.path, uint32(mode)))
+	}
+	return a.seen(f.path, true)
 }
 
-func (a *agent) moveFile(r *request) any {
-	from, who := a.target(r, "path")
-	to, _ := a.target(r, "to")
-	overwrite := r.flag("overwrite", false)
-	defer doing("move "+from+" to", to)
-	who.run(func() {
-		rename := renameNew
-		if overwrite {
-			rename = syscall.Rename
-		}
-		err := rename(from, to)
+func (a *agent) moveFile(f fileCall) any {
+	to, overwrite := f.filePath("to"), f.flag("overwrite", false)
+	doing("move "+f.path+" to", to, func() {
+		err := rename(f.path, to, overwrite)
 		if err == syscall.EXDEV {
-			moveAcross(who, from, to, overwrite)
+			moveAcross(f.who, f.path, to, overwrite)
 		} else {
 			check(err)
 		}
 	})
-	return a.seen(to, who, "stat", false)
+	return a.seen(to, false)
 }
 
-const procFileSystem = 0x9fa0 // statfs(2): PROC_SUPER_MAGIC
+// rename fails with EEXIST where something has the new name, unless that is to be replaced.
+func rename(from, to string, overwrite bool) error {
+	flags := uint(unix.RENAME_NOREPLACE)
+	if overwrite {
+		flags = 0
+	}
+	return unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, flags)
+}
 
 // demandRemovable refuses the root and what the kernel only shows: below /proc are doors to the root again.
 func demandRemovable(p string) error {
-	var system syscall.Statfs_t
-	if err := syscall.Statfs(p, &system); err != nil {
+	var system unix.Statfs_t
+	if err := unix.Statfs(p, &system); err != nil {
 		return err
 	}
-	if path.Clean(p) == "/" || system.Type == procFileSystem {
+	if path.Clean(p) == "/" || system.Type == unix.PROC_SUPER_MAGIC {
 		return syscall.EBUSY
 	}
 	return nil
 }
 
-func (a *agent) removeFile(r *request) any {
-	p, who := a.target(r, "path")
-	recursive := r.flag("recursive", false)
-	defer doing("remove", p)
-	who.run(func() {
-		switch file := got(os.Lstat(p)); {
-		case !file.IsDir():
-			check(syscall.Unlink(p))
-		case recursive:
-			check(demandRemovable(p))
-			check(os.RemoveAll(p))
-		default:
-			check(syscall.Rmdir(p))
-		}
-	})
+func (a *agent) removeFile(f fileCall) any {
+	switch file := got(os.Lstat(f.path)); {
+	case !file.IsDir():
+		check(syscall.Unlink(f.path))
+	case f.flag("recursive", false):
+		check(demandRemovable(f.path))
+		check(os.RemoveAll(f.path))
+	default:
+		check(syscall.Rmdir(f.path))
+	}
 	return map[string]any{}
 }

@@ -55,8 +55,8 @@ func TestQueryIsBytes(t *testing.T) {
 	for text, want := range map[string]string{
 		"path=/a+b": "/a+b", "path=%2e%2e": "..", "path=%ff%0a": "\xff\n", "path=a%26b%3Dc%23d": "a&b=c#d", "path=a=b": "a=b", "": "",
 	} {
-		if query := parseQuery(text); query["path"] != want {
-			t.Errorf("%q: %q", text, query["path"])
+		if query := parseQuery(text); query.Get("path") != want {
+			t.Errorf("%q: %q", text, query.Get("path"))
 		}
 	}
 	for _, text := range []string{"path=%", "path=%zz", "path=1&path=2"} {
@@ -68,7 +68,7 @@ func TestQueryIsBytes(t *testing.T) {
 
 func TestUserTable(t *testing.T) {
 	folder := t.TempDir()
-	table := newUserTable(folder)
+	table := &userTable{folder: folder, files: map[string]cachedFile{}}
 	if attempt(func() { table.find("user") }) == nil {
 		t.Fatal("found a user in no table")
 	}

@@ -14,6 +14,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -34,6 +36,9 @@ func main() {
 	if err != nil || len(key) != ed25519.PublicKeySize || *sandbox == "" {
 		fatal("usage: cpuos-agent --sandbox ID --node-key BASE64", err)
 	}
+	beLean()
+	beInit()
+	reserveThreads()
 	address, peer := guestAddress, net.ParseIP(hostAddress)
 	if *listen != "" {
 		address, peer = *listen, net.IPv4(127, 0, 0, 1)
@@ -47,12 +52,6 @@ func main() {
 	}
 	a := newAgent(*sandbox, key, *userTable)
 	go a.children.loop()
-	a.prepare = sync.OnceFunc(func() {
-		beLean()
-		beInit()
-		reserveThreads()
-	})
-	go a.prepare() // while the host, which has waited for the listener, is told who answers
 	a.accept(listener, peer)
 }
 
@@ -88,21 +87,16 @@ func reserveThreads() {
 // that), orphans come to it, and programs get sane limits.
 func beInit() {
 	caught := make(chan os.Signal, 16)
-	for number := syscall.Signal(1); number < 32; number++ {
-		switch number {
-		case syscall.SIGKILL, syscall.SIGSTOP, syscall.SIGURG, syscall.SIGCHLD, syscall.SIGPROF:
-		default:
-			signal.Notify(caught, number)
-		}
-	}
+	signal.Notify(caught)
+	signal.Reset(syscall.SIGURG, syscall.SIGCHLD, syscall.SIGPROF) // Go's own, and the reaper's
 	go func() {
 		for range caught {
 		}
 	}()
 	syscall.Umask(0o022)
-	prctl(prSetDumpable, 0)
+	unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
 	if os.Getpid() != 1 {
-		prctl(prSetSubreaper, 1)
+		unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 	}
 	syscall.Setrlimit(syscall.RLIMIT_CORE, &syscall.Rlimit{})
 	var files syscall.Rlimit

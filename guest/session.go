@@ -27,7 +27,7 @@ func (c *command) stream(r *request, offsets [2]uint64) {
 	r.demandUpgrade(framesProtocol)
 	s := &session{link: r.link, c: c, sent: offsets, gone: make(chan struct{})}
 	accepted, _ := c.stdin.offsets()
-	started := encodeFrame(frameStarted, 0, fmt.Appendf(nil, `{"pid":%d,"stdin":%d}`, c.leader(), accepted))
+	started := encodeFrame(frameStarted, 0, fmt.Appendf(nil, `{"pid":%d,"stdin":%d}`, c.pid, accepted))
 	gaps := s.begin(offsets)
 	defer s.leave()
 	s.held = slices.Concat(r.upgradeHead(), started, gaps)
@@ -128,7 +128,7 @@ func (s *session) next(turn int) (out *stream, data []byte, offset uint64, ended
 			return out, data, offset, false
 		}
 	}
-	return nil, nil, 0, s.c.ended && s.c.session == s
+	return nil, nil, 0, s.c.hasEnded() && s.c.session == s
 }
 
 // listen takes the host's frames until its side of the connection ends.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -32,44 +33,40 @@ type commandStart struct {
 func (a *agent) startCommand(r *request) any {
 	start := commandStart{Cwd: workFolder, User: "user", Stdin: "none"}
 	r.readJSON(&start)
-	id := r.query["id"]
+	id := r.query.Get("id")
 	if !commandID.MatchString(id) {
 		check(invalid("id is 16 of a-z and 0-9"))
 	}
 	if start.Attach {
 		r.demandUpgrade(framesProtocol)
 	}
-	c := a.startOrFind(id, &start)
-	if check(c.startErr); !start.Attach {
+	started, err, _ := a.starts.Do(id, func() (any, error) { // once, however often it is repeated
+		var c *command
+		err := attempt(func() { c = a.startOrFind(id, &start) })
+		return c, err
+	})
+	check(err)
+	c := started.(*command)
+	if start.Attach {
+		c.stream(r, [2]uint64{})
+	} else {
 		r.reply(201, c.record())
-		return nil
 	}
-	c.stream(r, [2]uint64{})
 	return nil
 }
 
-// startOrFind starts a command once, however often its start is repeated.
 func (a *agent) startOrFind(id string, start *commandStart) *command {
 	a.mu.Lock()
-	c := a.commands[id]
+	c, held := a.commands[id], len(a.commands)
+	a.mu.Unlock()
 	if c != nil {
-		a.mu.Unlock()
-		<-c.ready
 		return c
 	}
-	if len(a.commands) >= maxCommands {
-		a.mu.Unlock()
+	if held >= maxCommands {
 		check(fail(429, "limit_reached", "%d commands are held; delete ended ones", maxCommands))
 	}
-	c = &command{id: id, agent: a, ready: make(chan struct{}), wake: make(chan struct{}, 1), done: make(chan struct{}), holders: 1}
-	a.commands[id] = c
-	a.mu.Unlock()
-	if c.startErr = attempt(func() { c.start(start) }); c.startErr != nil {
-		a.mu.Lock()
-		delete(a.commands, id)
-		a.mu.Unlock()
-	}
-	close(c.ready)
+	c = &command{id: id, agent: a, wake: make(chan struct{}, 1), done: make(chan struct{}), holders: 1}
+	c.start(start)
 	return c
 }
 
@@ -83,8 +80,7 @@ func (c *command) start(start *commandStart) {
 	}
 	who := c.agent.users.find(start.User)
 	env := c.environment(start, who)
-	cwd := absolute(start.Cwd)
-	attributes := &syscall.ProcAttr{Dir: cwd, Sys: &syscall.SysProcAttr{Setsid: true, Setctty: start.Pty != nil}}
+	attributes := &syscall.ProcAttr{Dir: below(workFolder, start.Cwd), Sys: &syscall.SysProcAttr{Setsid: true, Setctty: start.Pty != nil}}
 	for name, value := range env {
 		attributes.Env = append(attributes.Env, name+"="+value)
 	}
@@ -95,13 +91,19 @@ func (c *command) start(start *commandStart) {
 		for _, fd := range attributes.Files { // the program's own by now
 			syscall.Close(int(fd))
 		}
-		if c.pid == 0 {
-			c.closeStdio()
+		for _, s := range c.out {
+			if c.pid == 0 {
+				s.file.Close()
+				giveBlock(s.ring, 0)
+			}
+		}
+		if c.pid == 0 && c.stdin != nil {
+			c.stdin.abandon()
 		}
 	}()
 	var program string
 	who.run(func() { // once for all: changing credentials and back is a dozen calls
-		if program = who.findProgram(argv[0], cwd, env["PATH"]); start.Pty == nil {
+		if program = who.findProgram(argv[0], attributes.Dir, env["PATH"]); start.Pty == nil {
 			c.openPipes(start, attributes)
 		}
 	})
@@ -111,15 +113,17 @@ func (c *command) start(start *commandStart) {
 	c.started = now()
 	pid, err := c.agent.children.spawn(program, argv, attributes, c.exited)
 	check(startError(program, err))
+	c.pid = pid
+	c.agent.mu.Lock()
+	c.agent.commands[c.id], c.agent.leaders[pid] = c, c
+	c.agent.mu.Unlock()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.pid = pid
 	if start.TimeoutS != nil && c.exit == nil {
 		limit := time.Duration(*start.TimeoutS * float64(time.Second))
 		c.deadline = time.AfterFunc(limit, func() { c.kill(cause{syscall.SIGKILL, "timed_out", ""}) })
 	}
 	for _, s := range c.out {
-		c.holders++
 		go c.pump(s)
 	}
 }
@@ -138,7 +142,7 @@ func (c *command) openPipes(start *commandStart, attributes *syscall.ProcAttr) {
 	attributes.Files = append(attributes.Files, uintptr(fd))
 	for i, name := range []string{"stdout", "stderr"} {
 		output, fd := makePipe(true)
-		c.addStream(name, byte(frameStdout+i), output)
+		c.out = append(c.out, newStream(name, byte(frameStdout+i), output))
 		attributes.Files = append(attributes.Files, uintptr(fd))
 	}
 }
@@ -147,54 +151,39 @@ func (c *command) openPipes(start *commandStart, attributes *syscall.ProcAttr) {
 func (c *command) openTerminal(start *commandStart, who *user, attributes *syscall.ProcAttr) {
 	master, slave := openPty(who, *start.Pty)
 	c.stdin = &stdinQueue{notify: c.wake, file: master, pty: true}
-	c.addStream("stdout", frameStdout, master)
+	c.out = []*stream{newStream("stdout", frameStdout, master)}
 	for fd := slave; len(attributes.Files) < 3; fd = got(syscall.Dup(slave)) {
 		attributes.Files = append(attributes.Files, uintptr(fd))
 	}
 }
 
-func (c *command) addStream(name string, kind byte, file *os.File) {
-	c.out = append(c.out, &stream{name: name, kind: kind, file: file, ring: takeBlock(), space: make(chan struct{}, 1)})
-}
-
-func (c *command) closeStdio() {
-	for _, s := range c.out {
-		s.file.Close()
-		giveBlock(s.ring, 0)
-	}
-	if c.stdin != nil {
-		c.stdin.abandon()
-	}
-}
-
 func startError(program string, err error) error {
-	number, _ := err.(syscall.Errno)
+	number, ok := err.(syscall.Errno)
+	if !ok {
+		return err
+	}
 	e := apiError{403, "program_not_executable", fmt.Sprintf("cannot start %s: %v", program, err), number}
 	switch number {
-	case 0:
-		return err
 	case syscall.ENOENT: // the file was there: its interpreter is not
-		e.status, e.code = 404, "program_not_found"
+		e.status, e.Code = 404, "program_not_found"
 	case syscall.E2BIG, syscall.EINVAL:
-		e.status, e.code = 400, "invalid"
+		e.status, e.Code = 400, "invalid"
 	case syscall.EAGAIN, syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE:
-		e.status, e.code = 429, "limit_reached"
+		e.status, e.Code = 429, "limit_reached"
 	}
 	return &e
 }
 
 // findProgram looks the working folder and the program up; within run, as the user sees them.
 func (u *user) findProgram(name, cwd, path string) string {
-	defer doing("work in", cwd)
-	folder, err := os.Stat(cwd)
-	if err == nil && folder.IsDir() {
-		err = syscall.Faccessat(atFdcwd, cwd, 1, atEaccess)
-	}
-	if err != nil && !errors.Is(err, syscall.EACCES) || err == nil && !folder.IsDir() {
-		check(fail(404, "cwd_not_found", "cannot work in %s: no such folder", cwd))
-	}
-	check(err)
-	candidates, blocked := []string{name}, false
+	doing("work in", cwd, func() {
+		folder, err := os.Stat(cwd)
+		if err == nil && !folder.IsDir() || err != nil && !errors.Is(err, syscall.EACCES) {
+			check(fail(404, "cwd_not_found", "cannot work in %s: no such folder", cwd))
+		}
+		check(cmp.Or(err, access(cwd, mayExecute)))
+	})
+	candidates, problem := []string{name}, fail(404, "program_not_found", "cannot start %s: no such program", name)
 	if !strings.Contains(name, "/") {
 		candidates = strings.Split(path, ":")
 		for i, folder := range candidates {
@@ -202,19 +191,16 @@ func (u *user) findProgram(name, cwd, path string) string {
 		}
 	}
 	for _, candidate := range candidates {
-		if !strings.HasPrefix(candidate, "/") {
-			candidate = cwd + "/" + candidate
-		}
+		candidate = below(cwd, candidate)
 		file, err := os.Stat(candidate)
-		if err == nil && file.Mode().IsRegular() && syscall.Faccessat(atFdcwd, candidate, 1, atEaccess) == nil {
+		if err == nil && file.Mode().IsRegular() && access(candidate, mayExecute) == nil {
 			return candidate
 		}
-		blocked = blocked || err == nil || errors.Is(err, syscall.EACCES)
+		if err == nil || errors.Is(err, syscall.EACCES) {
+			problem = fail(403, "program_not_executable", "cannot start %s: user %s may not execute it", name, u.name)
+		}
 	}
-	if blocked {
-		check(fail(403, "program_not_executable", "cannot start %s: user %s may not execute it", name, u.name))
-	}
-	panic(failure{fail(404, "program_not_found", "cannot start %s: no such program", name)})
+	panic(failure{problem})
 }
 
 // environment is the fixed base, then the image's, then the caller's; the mark of the tree cannot be overridden.
@@ -225,10 +211,7 @@ func (c *command) environment(start *commandStart, who *user) map[string]string 
 	if start.Pty != nil {
 		env["TERM"] = "xterm-256color"
 	}
-	c.agent.users.mu.Lock()
-	text, _ := c.agent.users.environment.read()
-	c.agent.users.mu.Unlock()
-	for line := range strings.Lines(text) { // NAME=VALUE, perhaps with export and quotes
+	for line := range strings.Lines(c.agent.users.environment()) { // NAME=VALUE, perhaps with export and quotes
 		name, value, ok := strings.Cut(strings.TrimPrefix(strings.TrimSpace(line), "export "), "=")
 		if n := len(value); n >= 2 && (value[0] == '"' || value[0] == '\'') && value[n-1] == value[0] {
 			value = value[1 : n-1]

@@ -20,23 +20,41 @@ type user struct {
 	groups            []uint32
 }
 
-// userTable reads passwd and group of the image itself: the programs inside may change them at any time.
+// userTable reads files of the image itself: the programs inside may change them at any time.
 type userTable struct {
 	mu            sync.Mutex // guards the rest
-	passwd, group cachedFile
-	environment   cachedFile
+	folder        string
+	files         map[string]cachedFile
 	users         map[string]*user
 	names, gnames map[uint32]string
 }
 
-func newUserTable(folder string) *userTable {
-	file := func(name string) cachedFile { return cachedFile{path: folder + name} }
-	return &userTable{passwd: file("/passwd"), group: file("/group"), environment: file("/environment")}
+// cachedFile is a small file of the image, read again only when its identity or time changed.
+type cachedFile struct {
+	state [4]int64
+	text  string
+}
+
+// read gives a file's text, and whether it is another than before.
+func (t *userTable) read(name string) (text string, changed bool) {
+	var st syscall.Stat_t
+	syscall.Stat(t.folder+"/"+name, &st)
+	state := [4]int64{int64(st.Ino), st.Size, st.Mtim.Sec, int64(st.Mtim.Nsec)}
+	file, known := t.files[name]
+	if changed = !known || state != file.state; changed {
+		file = cachedFile{state: state}
+		if st.Mode&syscall.S_IFMT == syscall.S_IFREG && st.Size <= 1<<20 {
+			data, _ := os.ReadFile(t.folder + "/" + name)
+			file.text = string(data)
+		}
+		t.files[name] = file
+	}
+	return file.text, changed
 }
 
 func (t *userTable) load() {
-	passwd, changedUsers := t.passwd.read()
-	group, changedGroups := t.group.read()
+	passwd, changedUsers := t.read("passwd")
+	group, changedGroups := t.read("group")
 	if !changedUsers && !changedGroups {
 		return
 	}
@@ -58,27 +76,6 @@ func (t *userTable) load() {
 	}
 }
 
-// cachedFile is a small file of the image, read again only when its identity or time changed.
-type cachedFile struct {
-	path, text string
-	state      [4]int64
-	known      bool
-}
-
-func (c *cachedFile) read() (text string, changed bool) {
-	var st syscall.Stat_t
-	syscall.Stat(c.path, &st)
-	state := [4]int64{int64(st.Ino), st.Size, st.Mtim.Sec, int64(st.Mtim.Nsec)}
-	if changed = state != c.state || !c.known; changed {
-		c.state, c.text, c.known = state, "", true
-		if st.Mode&syscall.S_IFMT == syscall.S_IFREG && st.Size <= 1<<20 {
-			data, _ := os.ReadFile(c.path)
-			c.text = string(data)
-		}
-	}
-	return c.text, changed
-}
-
 // tableLines gives the fields of each whole line with its number, which is the third.
 func tableLines(text string, fields int) iter.Seq2[[]string, uint32] {
 	return func(yield func([]string, uint32) bool) {
@@ -92,6 +89,14 @@ func tableLines(text string, fields int) iter.Seq2[[]string, uint32] {
 			}
 		}
 	}
+}
+
+// environment is the image's own, as its file says it.
+func (t *userTable) environment() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	text, _ := t.read("environment")
+	return text
 }
 
 func (t *userTable) find(name string) *user {

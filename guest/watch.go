@@ -25,10 +25,8 @@ type fileEvent struct {
 
 // watcher turns the kernel's events of a tree into the contract's.
 type watcher struct {
-	link
-	who       *user
+	fileCall
 	file      *os.File
-	root      string
 	recursive bool
 	paths     map[int32]string // by watch descriptor
 	from      string           // of a move whose other half has not come
@@ -37,16 +35,13 @@ type watcher struct {
 	gone      bool
 }
 
-func (a *agent) watchFiles(r *request) any {
-	p, who := a.target(r, "path")
-	w := watcher{who: who, root: p, recursive: r.flag("recursive", false), paths: map[int32]string{}}
-	r.demandUpgrade(framesProtocol)
-	defer doing("watch", p)
+func (a *agent) watchFiles(f fileCall) any {
+	w := watcher{fileCall: f, recursive: f.flag("recursive", false), paths: map[int32]string{}}
+	w.demandUpgrade(framesProtocol)
 	w.file = os.NewFile(uintptr(got(syscall.InotifyInit1(syscall.IN_CLOEXEC|syscall.IN_NONBLOCK))), "inotify")
 	defer w.file.Close()
-	who.run(func() { w.add(p, false) })
-	w.link = r.link
-	w.send(r.upgradeHead())
+	w.who.run(func() { w.add(w.path, false) })
+	w.send(w.upgradeHead())
 	go func() { // the host says nothing; its end ends the watch
 		w.in.Read(make([]byte, 1))
 		w.file.Close()
@@ -96,7 +91,7 @@ func (w *watcher) run() {
 		w.leftBehind()
 		w.last = fileEvent{}
 	}
-	w.sendJSON(frameError, fail(404, "file_not_found", "%s is no longer there", strings.ToValidUTF8(w.root, "\uFFFD")))
+	w.sendJSON(frameError, fail(404, "file_not_found", "%s is no longer there", strings.ToValidUTF8(w.path, "\uFFFD")))
 }
 
 // take tells of one event. Both halves of a move come in a row.
@@ -109,9 +104,9 @@ func (w *watcher) take(event syscall.InotifyEvent, name string) {
 	temporary := path.Base(w.from)
 	switch {
 	case has(syscall.IN_Q_OVERFLOW):
-		w.tell("overflow", w.root, "")
+		w.tell("overflow", w.path, "")
 	case has(syscall.IN_DELETE_SELF | syscall.IN_MOVE_SELF):
-		if w.gone = w.gone || p == w.root; w.gone {
+		if w.gone = w.gone || p == w.path; w.gone {
 			w.tell("removed", p, "")
 		}
 	case has(syscall.IN_IGNORED):

@@ -26,19 +26,17 @@ type fileWriter struct {
 	before    *syscall.Stat_t // of the file that is replaced
 }
 
-func (a *agent) writeFile(r *request) any {
-	p, who := a.target(r, "path")
-	w := fileWriter{who: who, exclusive: r.flag("exclusive", false), mode: r.mode()}
-	parents := r.flag("create_parents", true)
-	defer doing("write", p)
-	if strings.HasSuffix(r.query["path"], "/") {
+func (a *agent) writeFile(f fileCall) any {
+	w := fileWriter{who: f.who, exclusive: f.flag("exclusive", false), mode: f.mode()}
+	parents := f.flag("create_parents", true)
+	if strings.HasSuffix(f.query.Get("path"), "/") {
 		check(syscall.EISDIR)
 	}
-	who.run(func() { w.open(p, parents) })
+	f.who.run(func() { w.open(f.path, parents) })
 	defer w.close()
-	r.copyTo(w.file)
+	f.copyTo(w.file)
 	w.commit()
-	return a.info(p, got(w.file.Stat()))
+	return a.info(f.path, got(w.file.Stat()))
 }
 
 // open looks the place up with the user's rights.
@@ -59,7 +57,7 @@ func (w *fileWriter) open(p string, parents bool) {
 		}
 		demandRegular(there)
 		// Replacing needs only the folder's permission, but a file that the user may not write stays as it is.
-		check(syscall.Faccessat(atFdcwd, w.final, 2, atEaccess))
+		check(access(w.final, mayWrite))
 		if w.mode >= 0 && w.who.uid != 0 && w.who.uid != w.before.Uid {
 			check(syscall.EPERM) // only its owner may change a file's mode
 		}
@@ -79,21 +77,15 @@ func (w *fileWriter) commit() {
 		}
 		check(w.file.Chown(int(w.before.Uid), int(w.before.Gid)))
 	}
-	chmod := func() { check(syscall.Fchmod(int(w.file.Fd()), mode)) }
 	if w.mode < 0 {
-		chmod()
+		check(syscall.Fchmod(int(w.file.Fd()), mode))
 	}
 	// No sync: what was written outlives this process and the sandbox's kernel, and no sandbox outlives its host's.
 	w.who.run(func() {
 		if w.mode >= 0 { // what is asked for only as far as the user may: no setgid of a foreign group
-			mode = uint32(w.mode)
-			chmod()
+			check(syscall.Fchmod(int(w.file.Fd()), uint32(w.mode)))
 		}
-		rename := syscall.Rename
-		if w.exclusive {
-			rename = renameNew
-		}
-		check(rename(w.temporary, w.final))
+		check(rename(w.temporary, w.final, !w.exclusive))
 	})
 	w.temporary = ""
 }
@@ -119,6 +111,5 @@ func followLinks(p string) string {
 		}
 		p = target
 	}
-	check(syscall.ELOOP)
-	return p
+	panic(failure{syscall.ELOOP})
 }
