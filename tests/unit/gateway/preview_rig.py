@@ -199,10 +199,10 @@ class PreviewRig:
         assert answer.status_code == 200, answer.text
         return answer.json()["ended_calls"]
 
-    def token(self, port: int, *, epoch: int = 1, **claims: Any) -> str:
-        return self.rig.mint.ticket(**{"scope": ["preview"], "port": port, "epoch": epoch, **claims})
+    def token(self, shown_port: int, /, *, epoch: int = 1, **claims: Any) -> str:
+        return self.rig.mint.ticket(**{"scope": ["preview"], "port": shown_port, "epoch": epoch, **claims})
 
-    def auth(self, port: int, **claims: Any) -> Headers:
+    def auth(self, port: int, /, **claims: Any) -> Headers:
         return [("X-Cpuos-Preview-Token", self.token(port, **claims))]
 
 

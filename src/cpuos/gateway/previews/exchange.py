@@ -56,7 +56,7 @@ class Exchange:
     def repeatable(self) -> bool:
         """Nothing is lost when the request is sent once more to another connection."""
         plain = self._request.method in (b"GET", b"HEAD", b"OPTIONS", b"TRACE") and not self._websocket
-        return plain and not self.body_sent and not self.begun and self._http.their_state is not h11.SEND_BODY
+        return plain and not self.body_sent and not self.begun and self._http.their_state is h11.DONE
 
     async def serve(self, upstream: Upstream, *, answer_limit_s: float) -> None:
         """Send the request, pass the answer on; at the end both parsers agree that they are through.
@@ -97,6 +97,9 @@ class Exchange:
         """True when there is no more of the body to come than what has come already: the usual case, without a task."""
         if self._http.they_are_waiting_for_100_continue:
             return False
+        if self._http.their_state is h11.DONE:  # read already, for a connection that failed
+            upstream.send(h11.EndOfMessage())
+            return True
         event = self._http.next_event()
         while isinstance(event, h11.Data):
             self.body_sent = True

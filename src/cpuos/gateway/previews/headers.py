@@ -47,7 +47,8 @@ _BEYOND_THE_HOST = frozenset(
     {b"strict-transport-security", b"public-key-pins", b"public-key-pins-report-only", b"expect-ct"}
     | {b"alt-svc", b"clear-site-data", b"nel", b"report-to", b"set-cookie2", b"service-worker-allowed"}
 )
-_OWN_COOKIE = re.compile(rb"(?:__host-|__secure-|__http-|__host-http-)?cpuos[-_]", re.IGNORECASE)
+# A cookie without a name may carry one in its value, which is sent back the same.
+_OWN_COOKIE = re.compile(rb"[= \t]*(?:__host-|__secure-|__http-|__host-http-)?cpuos[-_]", re.IGNORECASE)
 _API_KEY = re.compile(rb"cpk_[0-9a-f]{4,}_")
 _BEARER = re.compile(rb"bearer[ \t]+(\S+)", re.IGNORECASE)
 _BASIC = re.compile(rb"basic[ \t]+(\S+)", re.IGNORECASE)

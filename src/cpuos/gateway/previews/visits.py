@@ -187,28 +187,30 @@ class Visit:
         return Exchange(request, visitor=self._stream, http=self._http, told=told, websocket=asked.websocket)
 
     async def _pass_on(self, exchange: Exchange, admission: Admission) -> None:
-        """A kept connection may have met the server's end of it: then once more, by a new one."""
+        """A kept connection may have met its server's end of it: then once more, by a new one."""
+        limit_s = self._previews.times.answer_s
+        upstream = await self._previews.upstreams.take(admission.sandbox, admission.place)
         try:
-            async with self._upstream(admission, fresh=False) as upstream:
-                await exchange.serve(upstream, answer_limit_s=self._previews.times.answer_s)
+            async with self._held(upstream, admission):
+                await exchange.serve(upstream, answer_limit_s=limit_s)
+            return
         except PortProblem:
             if admission.sandbox.ended is not None and not exchange.begun:
                 raise admission.sandbox.gone() from None
             if not upstream.used or upstream.answered or not exchange.repeatable or self._stream.lost:
                 raise
-            async with self._upstream(admission, fresh=True) as upstream:
-                await exchange.serve(upstream, answer_limit_s=self._previews.times.answer_s)
+        upstream = await self._previews.upstreams.take(admission.sandbox, admission.place, fresh=True)
+        async with self._held(upstream, admission):
+            await exchange.serve(upstream, answer_limit_s=limit_s)
 
     @asynccontextmanager
-    async def _upstream(self, admission: Admission, *, fresh: bool) -> AsyncIterator[Upstream]:
-        upstreams = self._previews.upstreams
-        upstream = await upstreams.take(admission.sandbox, admission.place, fresh=fresh)
+    async def _held(self, upstream: Upstream, admission: Admission) -> AsyncIterator[None]:
         try:
-            yield upstream
+            yield
         except BaseException:
             upstream.stream.abort()
             raise
-        upstreams.give(upstream, admission.sandbox, admission.place)
+        self._previews.upstreams.give(upstream, admission.sandbox, admission.place)
 
     def _redirect(self, asked: Asked, admission: Admission) -> Answer:
         """Absolute, so that a path of two slashes names no other host."""
