@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.commands import exec_true
+from benchmarks.names import dns_neighbour
+from benchmarks.previews import preview_messages, preview_request
 from benchmarks.results import Measured
 from benchmarks.stage import Stage
 from benchmarks.starts import create_to_first_exec
@@ -41,6 +43,9 @@ FIGURES = (
     Figure(name="stdout_200mb", limit=0.5, at_least=True, measure=stdout),
     Figure(name="growth_mib", limit=64, unit="MiB", measure=growth),
     Figure(name="idle_pss_mib", limit=45, unit="MiB", measure=idle_weight),
+    Figure(name="dns_neighbour", limit=2.0, measure=dns_neighbour),
+    Figure(name="preview_request", limit=3.0, measure=preview_request),
+    Figure(name="preview_messages", limit=1000, at_least=True, unit="/s", measure=preview_messages),
     Figure(name="import_ms", limit=250, unit="ms", measure=import_time),
     Figure(name="help_s", limit=0.5, unit="s", measure=help_time),
 )
