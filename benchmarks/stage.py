@@ -98,8 +98,13 @@ class Stage:
             if job.refresh().status.ended:
                 raise RuntimeError("the sandbox's end of the plain connections did not start")
         self._stack.callback(job.kill)
+        return RawTcp(self.router)
+
+    @cached_property
+    def router(self) -> Path:
+        """The network namespace beside the sandbox's, from where its ports are reached with nothing in between."""
         node = self.instance.pids()["node"]  # the network's names are in the node's own mount namespace
-        return RawTcp(Path(f"/proc/{node}/root{self.instance.run_dir}/netns/{self.sandbox.id}.router"))
+        return Path(f"/proc/{node}/root{self.instance.run_dir}/netns/{self.sandbox.id}.slot/router")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
