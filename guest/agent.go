@@ -31,6 +31,7 @@ type agent struct {
 	tunnels  atomic.Int32       // open ones
 	starts   singleflight.Group // of commands, by id
 	logs     logFolders
+	prepare  func() // returns when this process is fit for more than to tell who it is
 
 	mu         sync.Mutex // guards the rest
 	generation int64
@@ -43,7 +44,8 @@ type agent struct {
 func newAgent(sandbox string, nodeKey ed25519.PublicKey, etc string) *agent {
 	return &agent{
 		sandbox: sandbox, nodeKey: nodeKey, users: &userTable{folder: etc, files: map[string]cachedFile{}}, children: newReaper(), started: now(),
-		conns: map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
+		prepare: func() {},
+		conns:   map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
 	}
 }
 
@@ -121,8 +123,11 @@ func (a *agent) serve(r *request) any {
 		r.id, parts[3] = parts[3], "ID"
 	}
 	route := r.method + " " + strings.Join(parts, "/")
-	if route != "POST /v1/identity" && !a.authorized(r.authorization) {
-		check(fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
+	if route != "POST /v1/identity" {
+		if !a.authorized(r.authorization) {
+			check(fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
+		}
+		a.prepare()
 	}
 	handle := routes[route]
 	if handle == nil {
@@ -149,6 +154,7 @@ func (a *agent) setIdentity(r *request) any {
 		claim.Sandbox != a.sandbox || claim.ExpiresAt <= claim.Now || len(claim.SessionKey) != 32 || !a.accepts(r.TCPConn, claim) {
 		check(fail(401, "identity_refused", "the statement is not one of this sandbox's node, or not a newer one"))
 	}
+	go a.prepare() // the host waits for this answer, and takes a moment until its first call
 	return a.hello(r)
 }
 

@@ -36,9 +36,6 @@ func main() {
 	if err != nil || len(key) != ed25519.PublicKeySize || *sandbox == "" {
 		fatal("usage: cpuos-agent --sandbox ID --node-key BASE64", err)
 	}
-	beLean()
-	beInit()
-	reserveThreads()
 	address, peer := guestAddress, net.ParseIP(hostAddress)
 	if *listen != "" {
 		address, peer = *listen, net.IPv4(127, 0, 0, 1)
@@ -52,6 +49,11 @@ func main() {
 	}
 	a := newAgent(*sandbox, key, *userTable)
 	go a.children.loop()
+	a.prepare = sync.OnceFunc(func() {
+		beLean()
+		beInit()
+		reserveThreads()
+	})
 	a.accept(listener, peer)
 }
 
