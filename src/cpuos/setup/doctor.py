@@ -8,14 +8,14 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from cpuos.settings import RUNSC_VERSION, Settings, load_settings
 from cpuos.setup.agent import agent_is_current
+from cpuos.setup.checks import SETUP, Check, CheckState, missing, ok, warn
 from cpuos.setup.golang import find_go
 from cpuos.setup.host import Host
+from cpuos.setup.network import look_at_network
 from cpuos.setup.packages import missing_packages
 from cpuos.setup.runsc import runsc_is_current, sidecars_are_current
 from cpuos.setup.source import environment_is_current, environment_path, readable_python
@@ -24,30 +24,8 @@ from cpuos.setup.users import USERS, users_exist
 
 __all__ = ["Check", "CheckState", "doctor", "doctor_lines"]
 
-SETUP = "sudo cpuos setup"
 MINIMUM_FREE_MIB = 4096
 MINIMUM_MEMORY_MIB = 2048
-
-
-class CheckState(StrEnum):
-    """How a thing is."""
-
-    OK = "ok"
-    WARNING = "warning"
-    """It works without, less well."""
-    MISSING = "missing"
-    """Sandboxes do not work without."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One thing that was looked at."""
-
-    name: str
-    state: CheckState
-    evidence: str
-    fix: str = ""
-    """The command that mends it; empty when nothing is to be mended."""
 
 
 def doctor(settings: Settings | None = None, *, probe: bool = True) -> list[Check]:
@@ -57,6 +35,7 @@ def doctor(settings: Settings | None = None, *, probe: bool = True) -> list[Chec
         host = Host(settings, log=log, environment=environment_path(settings))
         checks = [look(host) for look in _LOOKS]
         checks += [_look_at_template(host, name) for name in (template.name for template in TEMPLATES)]
+        checks += look_at_network(host)
         if probe:
             checks.append(_probe(host))
         checks += _look_at_services(settings)
@@ -77,9 +56,9 @@ def doctor_lines(checks: list[Check]) -> list[str]:
 
 
 def _next_step(checks: list[Check]) -> str:
-    missing = [check for check in checks if check.state is CheckState.MISSING]
-    if missing:
-        return f"{len(missing)} missing; first: {missing[0].fix}"
+    lacking = [check for check in checks if check.state is CheckState.MISSING]
+    if lacking:
+        return f"{len(lacking)} missing; first: {lacking[0].fix}"
     warnings = [check for check in checks if check.state is CheckState.WARNING]
     if warnings:
         return f"nothing is missing that was looked at; {len(warnings)} to look at; first: {warnings[0].fix}"
@@ -88,69 +67,69 @@ def _next_step(checks: list[Check]) -> str:
 
 def _look_at_root(host: Host) -> Check:
     if os.geteuid() == 0:
-        return _ok("root", "running as root")
-    return _warn("root", "not root: some checks need it", fix="sudo cpuos doctor")
+        return ok("root", "running as root")
+    return warn("root", "not root: some checks need it", fix="sudo cpuos doctor")
 
 
 def _look_at_system(host: Host) -> Check:
     release = platform.freedesktop_os_release()
     evidence = f"{release.get('PRETTY_NAME', 'unknown')}, kernel {platform.release()}, {platform.machine()}"
     if release.get("ID") in ("debian", "ubuntu") and shutil.which("apt-get"):
-        return _ok("system", evidence)
-    return _missing("system", f"{evidence}: set-up knows Debian 12 and Ubuntu 24.04", fix="cat /etc/os-release")
+        return ok("system", evidence)
+    return missing("system", f"{evidence}: set-up knows Debian 12 and Ubuntu 24.04", fix="cat /etc/os-release")
 
 
 def _look_at_python(host: Host) -> Check:
     try:
         python = readable_python()
     except Exception as error:
-        return _missing("python", str(error).splitlines()[0], fix="sudo apt-get install --yes python3")
+        return missing("python", str(error).splitlines()[0], fix="sudo apt-get install --yes python3")
     version = (host.read([python, "--version"]) or "unknown").strip()
-    return _ok("python", f"{version} at {python}, readable by the daemons' users")
+    return ok("python", f"{version} at {python}, readable by the daemons' users")
 
 
 def _look_at_packages(host: Host) -> Check:
-    missing = missing_packages(host)
-    if not missing:
-        return _ok("packages", "all system packages are installed")
-    return _missing("packages", f"not installed: {' '.join(missing)}", fix=SETUP)
+    lacking = missing_packages(host)
+    if not lacking:
+        return ok("packages", "all system packages are installed")
+    return missing("packages", f"not installed: {' '.join(lacking)}", fix=SETUP)
 
 
 def _look_at_users(host: Host) -> Check:
     if users_exist(host):
-        return _ok("users", f"{', '.join(USERS)} in group cpuos")
-    return _missing("users", f"one of {', '.join(USERS)} or the group cpuos does not exist", fix=SETUP)
+        return ok("users", f"{', '.join(USERS)} in group cpuos")
+    return missing("users", f"one of {', '.join(USERS)} or the group cpuos does not exist", fix=SETUP)
 
 
 def _look_at_environment(host: Host) -> Check:
     if environment_is_current(host):
-        return _ok("environment", f"cpuOS is installed in {host.environment}")
-    return _missing("environment", f"this version of cpuOS is not installed below {host.settings.venv_dir}", fix=SETUP)
+        return ok("environment", f"cpuOS is installed in {host.environment}")
+    return missing("environment", f"this version of cpuOS is not installed below {host.settings.venv_dir}", fix=SETUP)
 
 
 def _look_at_runsc(host: Host) -> Check:
     path = host.settings.runsc_path
     if runsc_is_current(host):
-        return _ok("runsc", f"{RUNSC_VERSION} at {path}")
+        return ok("runsc", f"{RUNSC_VERSION} at {path}")
     if not path.exists():
-        return _missing("runsc", f"not at {path}", fix=SETUP)
+        return missing("runsc", f"not at {path}", fix=SETUP)
     said = (host.read([path, "--version"]) or "it does not start").splitlines()[0]
-    return _missing("runsc", f"{path} says {said!r}, wanted is {RUNSC_VERSION}", fix=SETUP)
+    return missing("runsc", f"{path} says {said!r}, wanted is {RUNSC_VERSION}", fix=SETUP)
 
 
 def _look_at_sidecars(host: Host) -> Check:
     if sidecars_are_current(host):
-        return _ok("sidecars", f"in {host.settings.runsc_path.parent / 'gvisor-bin'}")
-    return _warn("sidecars", "gVisor's start-up helpers are missing: sandboxes start 20 ms later", fix=SETUP)
+        return ok("sidecars", f"in {host.settings.runsc_path.parent / 'gvisor-bin'}")
+    return warn("sidecars", "gVisor's start-up helpers are missing: sandboxes start 20 ms later", fix=SETUP)
 
 
 def _look_at_agent(host: Host) -> Check:
     if agent_is_current(host):
-        return _ok("agent", str(host.settings.agent_path))
+        return ok("agent", str(host.settings.agent_path))
     exists = host.settings.agent_path.exists()
     evidence = "built from other sources than these" if exists else f"not at {host.settings.agent_path}"
     needs_go = "" if find_go(host) else "; Go will be installed"
-    return _missing("agent", evidence + needs_go, fix=SETUP)
+    return missing("agent", evidence + needs_go, fix=SETUP)
 
 
 def _look_at_groups(host: Host, root: Path = Path("/sys/fs/cgroup")) -> Check:
@@ -161,8 +140,8 @@ def _look_at_groups(host: Host, root: Path = Path("/sys/fs/cgroup")) -> Check:
         version, found = "v1", {path.name for path in root.iterdir() if path.is_dir()} if root.is_dir() else set()
     lacking = sorted(wanted - found)
     if not lacking:
-        return _ok("control groups", f"{version} with {', '.join(sorted(wanted))}")
-    return _missing(
+        return ok("control groups", f"{version} with {', '.join(sorted(wanted))}")
+    return missing(
         "control groups", f"{version} without {', '.join(lacking)}", fix="mount -t cgroup2 none /sys/fs/cgroup"
     )
 
@@ -170,10 +149,10 @@ def _look_at_groups(host: Host, root: Path = Path("/sys/fs/cgroup")) -> Check:
 def _look_at_loop_devices(host: Host) -> Check:
     free = (host.read(["losetup", "--find"]) or "").strip()
     if free:
-        return _ok("loop devices", f"next free: {free}")
+        return ok("loop devices", f"next free: {free}")
     if os.geteuid() != 0:
-        return _warn("loop devices", "only root can ask for a free one", fix="sudo cpuos doctor")
-    return _missing("loop devices", "none to be had; sandboxes' disks need them", fix="modprobe loop")
+        return warn("loop devices", "only root can ask for a free one", fix="sudo cpuos doctor")
+    return missing("loop devices", "none to be had; sandboxes' disks need them", fix="modprobe loop")
 
 
 def _look_at_disk(host: Host) -> Check:
@@ -183,8 +162,8 @@ def _look_at_disk(host: Host) -> Check:
     kind = (host.read(["stat", "--file-system", "--format", "%T", place]) or "unknown").strip()
     evidence = f"{free / 1024:.1f} GiB free at {place} ({kind})"
     if free >= MINIMUM_FREE_MIB:
-        return _ok("disk space", evidence)
-    return _warn("disk space", f"{evidence}; at least {MINIMUM_FREE_MIB >> 10} GiB is wanted", fix=f"df -h {place}")
+        return ok("disk space", evidence)
+    return warn("disk space", f"{evidence}; at least {MINIMUM_FREE_MIB >> 10} GiB is wanted", fix=f"df -h {place}")
 
 
 def _look_at_memory(host: Host) -> Check:
@@ -192,8 +171,8 @@ def _look_at_memory(host: Host) -> Check:
     available = int(fields["MemAvailable"].split()[0]) >> 10
     evidence = f"{available} MiB available, {os.cpu_count()} processors"
     if available >= MINIMUM_MEMORY_MIB:
-        return _ok("memory", evidence)
-    return _warn("memory", f"{evidence}; at least {MINIMUM_MEMORY_MIB} MiB is wanted", fix="free -m")
+        return ok("memory", evidence)
+    return warn("memory", f"{evidence}; at least {MINIMUM_MEMORY_MIB} MiB is wanted", fix="free -m")
 
 
 _LOOKS: tuple[Callable[[Host], Check], ...] = (
@@ -217,9 +196,9 @@ def _look_at_template(host: Host, name: str) -> Check:
     template = next(template for template in TEMPLATES if template.name == name)
     image = host.settings.template_dir / name / "root.erofs"
     if template_is_current(host, template):
-        return _ok(f"template {name}", f"{image.stat().st_size >> 20} MiB at {image}")
+        return ok(f"template {name}", f"{image.stat().st_size >> 20} MiB at {image}")
     evidence = "built from another definition" if image.exists() else f"not at {image}"
-    return _missing(f"template {name}", evidence, fix=SETUP)
+    return missing(f"template {name}", evidence, fix=SETUP)
 
 
 def _probe(host: Host) -> Check:
@@ -228,14 +207,14 @@ def _probe(host: Host) -> Check:
     from cpuos.runtimes.gvisor.program import Runsc
 
     if os.geteuid() != 0:
-        return _warn("test boot", "only root can boot a sandbox", fix="sudo cpuos doctor")
+        return warn("test boot", "only root can boot a sandbox", fix="sudo cpuos doctor")
     with tempfile.TemporaryDirectory(prefix="cpuos-doctor-") as folder:
         runsc = Runsc(host.settings.runsc_path, root=Path(folder) / "runsc")
         found = asyncio.run(probe_gvisor(runsc, folder=Path(folder)))
         host.read(["umount", "--lazy", runsc.root / "null-netns"])  # runsc leaves it for the next sandbox
     if found.available:
-        return _ok("test boot", found.detail)
-    return _missing("test boot", found.reason, fix=SETUP)
+        return ok("test boot", found.detail)
+    return missing("test boot", found.reason, fix=SETUP)
 
 
 def _look_at_services(settings: Settings) -> Iterator[Check]:
@@ -245,21 +224,9 @@ def _look_at_services(settings: Settings) -> Iterator[Check]:
     for part in found.parts:
         evidence = f"{part.state}, process {part.pid}, restarted {part.restarts} times" if part.pid else part.state
         if part.state == "ready":
-            yield _ok(part.name, evidence)
+            yield ok(part.name, evidence)
         elif os.geteuid() != 0:
-            yield _warn(part.name, "only root can look", fix="sudo cpuos doctor")
+            yield warn(part.name, "only root can look", fix="sudo cpuos doctor")
         else:
             fix = "sudo cpuos up" if part.state == "stopped" else f"tail -n 50 {part.log}"
-            yield _warn(part.name, evidence, fix=fix)
-
-
-def _ok(name: str, evidence: str) -> Check:
-    return Check(name=name, state=CheckState.OK, evidence=evidence)
-
-
-def _warn(name: str, evidence: str, *, fix: str) -> Check:
-    return Check(name=name, state=CheckState.WARNING, evidence=evidence, fix=fix)
-
-
-def _missing(name: str, evidence: str, *, fix: str) -> Check:
-    return Check(name=name, state=CheckState.MISSING, evidence=evidence, fix=fix)
+            yield warn(part.name, evidence, fix=fix)

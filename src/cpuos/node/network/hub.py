@@ -7,14 +7,15 @@ no blocked range and nothing of the host.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Literal
 
+from cpuos.errors import SetupRequired
 from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 from cpuos.node.network.namespaces import (
     in_fresh_thread,
@@ -25,6 +26,7 @@ from cpuos.node.network.namespaces import (
     set_sysctls,
 )
 from cpuos.node.network.netlink import RouteNetlink
+from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.plan import SLOT_PREFIX, UPLINK, BlockPlan, host_link, host_table
 from cpuos.node.network.slot import ROUTING_SYSCTLS
 
@@ -118,9 +120,10 @@ def remove_host_network(instance_id: str) -> list[str]:
         with RouteNetlink() as host:
             host.delete_link(link)
         removed.append(f"link {link}")
-    if _has_table(table):
-        _load(f"delete table ip {table}\n")
-        removed.append(f"nft table ip {table}")
+    with contextlib.suppress(SetupRequired):  # without the library no table was ever made
+        if _has_table(table):
+            _load(f"delete table ip {table}\n")
+            removed.append(f"nft table ip {table}")
     return removed
 
 
@@ -205,15 +208,23 @@ def _raise_uplink(plan: BlockPlan) -> None:
 
 
 def _load(rules: str) -> None:
-    """In the namespace of the calling thread; a process of its own, since this happens once a daemon."""
-    done = subprocess.run(["nft", "-f", "-"], input=rules, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise OSError(f"nft refused the rules: {done.stderr.strip()[:500]}")
+    """In the namespace of the calling thread."""
+    with _rules_context() as context:
+        context.run(rules)
 
 
 def _has_table(name: str) -> bool:
-    listed = subprocess.run(["nft", "list", "table", "ip", name], capture_output=True, check=False)
-    return listed.returncode == 0
+    with _rules_context() as context:
+        return any(entry.get("table", {}).get("name") == name for entry in context.query("list tables ip"))
+
+
+@contextlib.contextmanager
+def _rules_context() -> Iterator[NftContext]:
+    context = NftContext()
+    try:
+        yield context
+    finally:
+        context.close()
 
 
 def _has_device(name: str) -> bool:
