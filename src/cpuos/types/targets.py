@@ -16,7 +16,7 @@ NAME_PORTS = (80, 443)
 """What a name without a port means (TCP): the ports where the name itself can be read off the connection."""
 
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
-_PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _MAX_NAME = 253
 _MAX_PORT = 65535
 

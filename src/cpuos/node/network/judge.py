@@ -147,6 +147,12 @@ class Judge:
         by_address = all(layer.allows_address(address, protocol="tcp", port=port) for layer in lists)
         return port in self.peeked_ports or not by_address
 
+    def follows(self, name: str) -> bool:
+        """Whether the rules need to know the addresses of this name: an allow list opens them, or a deny closes some of
+        their ports."""
+        name = name.rstrip(".").lower()
+        return any(target.covers_name(name) for layer in self.layers for target in (*layer.allow, *layer.deny))
+
     def name_ports(self, name: str) -> list[tuple[str, int, int]]:
         """(protocol, first, last) that the allow lists open for an allowed name's addresses: what every allowlist layer
         grants. Empty where no layer is an allowlist, or the name is not allowed."""

@@ -28,6 +28,7 @@ class NamedAddress:
     name: str
     address: IPv4Address
     ttl_s: int
+    """With 0 it opens nothing: it was known once."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class _NameSet:
     def addresses(self, learned: Iterable[NamedAddress]) -> dict[IPv4Address, int]:
         found: dict[IPv4Address, int] = {}
         for entry in learned:
-            if any(target.covers_name(entry.name) for target in self.group.targets):
+            if entry.ttl_s > 0 and any(target.covers_name(entry.name) for target in self.group.targets):
                 found[entry.address] = max(found.get(entry.address, 1), min(entry.ttl_s, _MAX_TTL_S))
         return found
 

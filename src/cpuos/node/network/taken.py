@@ -36,6 +36,7 @@ class TakenSlot:
         self._names: OrderedDict[IPv4Address, dict[str, None]] = OrderedDict()
 
     async def apply(self, policy: EffectivePolicy, *, learned: Collection[NamedAddress] = ()) -> None:
+        self._remember(learned)
         await asyncio.to_thread(self._router.apply, Judge(policy), learned=learned)
         self.policy = policy
 

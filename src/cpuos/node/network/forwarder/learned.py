@@ -50,8 +50,7 @@ class LearnedAddresses:
             del self._until[next(iter(self._until))]
 
     def all(self) -> Iterator[tuple[str, ipaddress.IPv4Address, int]]:
-        """(name, address, seconds left) of all that are still good."""
+        """(name, address, seconds left) of all that are known; a connection may be older than what it was opened by."""
         now = self._clock()
         for (name, address), until in self._until.items():
-            if until - now >= 1:
-                yield name, address, int(until - now)
+            yield name, address, max(0, int(until - now))

@@ -121,10 +121,10 @@ class SandboxForwarder:
         self._new_names = Bucket(per_s=limits.new_names_per_s, burst=limits.new_names_burst, clock=world.clock)
 
     def set_policy(self, policy: EffectivePolicy) -> list[tuple[str, Address, int]]:
-        """From now on; (name, address, seconds left) of what was told before and is still to be open."""
+        """From now on; (name, address, seconds left) of all that was told before: what is open is judged by that."""
         self._judge = Judge(policy)
         self._cache.clear()
-        return [row for row in self._learned.all() if self._judge.name_ports(row[0])]
+        return list(self._learned.all())
 
     def forget_answers(self) -> None:
         """The blocks have changed."""
@@ -225,11 +225,11 @@ class SandboxForwarder:
         return sifted.reply if judgement.allowed else WireReply(self._refuse(query, _refusal_of(judgement)))
 
     async def _open(self, name: str, addresses: Sequence[Address], *, ttl_s: int) -> None:
-        """Have the rules open what an allowlist grants to this name, before the guest can use it."""
+        """Have the rules open, and close, what the policy says of this name, before the guest can use it."""
         missing = self._learned.missing(name, addresses, ttl_s=ttl_s)
         if not missing:
             return
-        if self._judge.name_ports(name):
+        if self._judge.follows(name):
             if not self._learned.has_room(len(missing)):
                 raise BadAnswer("too many addresses of names")
             opening_s = self._learned.opening_s(ttl_s)

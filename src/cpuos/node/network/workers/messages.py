@@ -112,7 +112,8 @@ class LearnedName(Message):
 
 
 class Learned(Message):
-    """dns answers `policy`: names and addresses that the new policy still allows."""
+    """dns answers `policy`: all that it told the guest, oldest first; with no seconds left where it is not to open
+    anything any more."""
 
     learned: list[LearnedName] = Field(max_length=4096)
 
