@@ -23,12 +23,12 @@ __all__ = [
     "Lock",
     "WebSocket",
     "call_blocking",
+    "call_each",
     "connect_socket",
     "consume_blocking",
     "is_stream",
     "iterate_blocking",
     "iterate_ready",
-    "maybe_await",
     "shielded",
     "sleep",
     "wait_ready",
@@ -167,9 +167,12 @@ async def shielded(function: Callable[..., Awaitable[T]], *args: Any, timeout_s:
     return None
 
 
-async def maybe_await(value: Any) -> Any:
-    """Callbacks may be plain functions or coroutine functions."""
-    return await value if inspect.isawaitable(value) else value
+async def call_each(callback: Callable[[str], Any], lines: list[str]) -> None:
+    """One call for each line, in order. Callbacks may be plain functions or coroutine functions."""
+    for line in lines:
+        value = callback(line)
+        if value is not None and inspect.isawaitable(value):
+            await value
 
 
 async def call_blocking(function: Callable[..., T], *args: Any) -> T:

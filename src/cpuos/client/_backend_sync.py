@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -21,12 +22,12 @@ __all__ = [
     "Lock",
     "WebSocket",
     "call_blocking",
+    "call_each",
     "connect_socket",
     "consume_blocking",
     "is_stream",
     "iterate_blocking",
     "iterate_ready",
-    "maybe_await",
     "shielded",
     "sleep",
     "wait_ready",
@@ -120,8 +121,9 @@ def shielded(function: Callable[..., T], *args: Any, timeout_s: float) -> T | No
     return function(*args)
 
 
-def maybe_await(value: Any) -> Any:
-    return value
+def call_each(callback: Callable[[str], Any], lines: list[str]) -> None:
+    """One call for each line, in order."""
+    deque(map(callback, lines), maxlen=0)  # a loop in Python takes longer than a small callback
 
 
 def call_blocking(function: Callable[..., T], *args: Any) -> T:

@@ -17,21 +17,28 @@ class LineSplitter:
     """
 
     def __init__(self, *, max_line: int = 1 << 20) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._undecoded = b""
+        """The begin of a character."""
         self._rest: list[str] = []
         self._rest_size = 0
         self._max_line = max_line
 
     def feed(self, data: bytes) -> list[str]:
-        return self._split(self._decoder.decode(data))
+        return self._split(self._decode(data))
 
     def flush(self) -> list[str]:
         """The last line, when it has no end; also what stands before a gap."""
-        lines = self._split(self._decoder.decode(b"", final=True))
+        lines = self._split(self._decode(b"", final=True))
         if self._rest_size:
             lines.append(self._take_rest())
-        self._decoder.reset()
         return lines
+
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        if self._undecoded:
+            data = self._undecoded + data
+        text, decoded = codecs.utf_8_decode(data, "replace", final)
+        self._undecoded = data[decoded:]
+        return text
 
     def _split(self, text: str) -> list[str]:
         lines = text.split("\n")

@@ -23,29 +23,27 @@ class OutputSink:
         limit = parse_size_bytes(max_output, name="max_output")
         # One budget a stream: a noisy stderr does not eat what stdout may keep.
         self._kept = {"stdout": HeadTail(limit), "stderr": HeadTail(limit)}
-        self._callbacks = {"stdout": on_stdout, "stderr": on_stderr}
-        self._splitters = {name: LineSplitter() for name, callback in self._callbacks.items() if callback}
+        given = (("stdout", on_stdout), ("stderr", on_stderr))
+        self._callbacks = {name: callback for name, callback in given if callback}
+        self._splitters = {name: LineSplitter() for name in self._callbacks}
         self.tail = None if self._splitters else limit // 2
         """Without callbacks the middle need not be sent at all: this many bytes at both ends do."""
 
-    def take(self, event: Output | Gap) -> list[tuple[LineCallback, str]]:
-        """Keep the event; answers the calls that are now due, in order."""
+    def take(self, event: Output | Gap) -> tuple[LineCallback, list[str]] | None:
+        """Keep the event; answers the callback that is now due, and the lines for it."""
         stream = event.stream
+        splitter = self._splitters.get(stream)
         if type(event) is Output:
             self._kept[stream].feed(event.data)
-            if stream not in self._splitters:
-                return []
-            return self._calls(stream, self._splitters[stream].feed(event.data))
-        self._kept[stream].skip_to(event.to)
-        return self._calls(stream, self._splitters[stream].flush()) if stream in self._splitters else []
+            lines = splitter.feed(event.data) if splitter else None
+        else:
+            self._kept[stream].skip_to(event.to)
+            lines = splitter.flush() if splitter else None
+        return (self._callbacks[stream], lines) if lines else None
 
-    def finish(self) -> list[tuple[LineCallback, str]]:
+    def finish(self) -> list[tuple[LineCallback, list[str]]]:
         """Calls for last lines without an end."""
-        return [call for stream, splitter in self._splitters.items() for call in self._calls(stream, splitter.flush())]
+        return [(self._callbacks[stream], splitter.flush()) for stream, splitter in self._splitters.items()]
 
     def result(self, command: Command) -> Result:
         return make_result(command, stdout=self._kept["stdout"].kept(), stderr=self._kept["stderr"].kept())
-
-    def _calls(self, stream: str, lines: list[str]) -> list[tuple[LineCallback, str]]:
-        callback = self._callbacks[stream]
-        return [(callback, line) for line in lines] if callback else []

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from cpuos.errors import OutputLost, PlatformError, error_from_body
 from cpuos.types.command import Command
-from cpuos.types.frames import FrameDecoder, FrameError, FrameKind
+from cpuos.types.frames import FrameError, FrameKind, FramePieces
 
 __all__ = ["CommandStream", "Gap", "Output"]
 
@@ -32,7 +32,7 @@ class Gap(NamedTuple):
 
 class CommandStream:
     def __init__(self, *, command_id: str | None = None) -> None:
-        self._decoder = FrameDecoder()
+        self._pieces = FramePieces()
         self._offsets = {"stdout": 0, "stderr": 0}
         self.command_id = command_id
         """None until STARTED came: then a repeat of the start attaches, later a resume does."""
@@ -45,25 +45,25 @@ class CommandStream:
 
     def reconnected(self) -> None:
         """Forget the part of a frame that the cut connection left."""
-        self._decoder = FrameDecoder()
+        self._pieces = FramePieces()
 
     def feed(self, data: bytes) -> list[Output | Gap]:
         """Take bytes of the body; raises the error that the other side sent in place of an end."""
         events: list[Output | Gap] = []
         try:
-            for frame in self._decoder.feed(data):
-                if frame.kind is FrameKind.STDOUT:
-                    self._take_output("stdout", frame.offset, frame.payload, events)
-                elif frame.kind is FrameKind.STDERR:
-                    self._take_output("stderr", frame.offset, frame.payload, events)
-                elif frame.kind is FrameKind.GAP:
-                    self._take_gap(_parse(frame.payload), events)
-                elif frame.kind is FrameKind.STARTED:
-                    self.command_id = _command(frame.payload).id
-                elif frame.kind is FrameKind.ENDED:
-                    self._take_end(_command(frame.payload), events)
-                elif frame.kind is FrameKind.ERROR:
-                    raise error_from_body(_parse(frame.payload))
+            for kind, offset, payload in self._pieces.feed(data):
+                if kind is FrameKind.STDOUT:
+                    self._take_output("stdout", offset, payload, events)
+                elif kind is FrameKind.STDERR:
+                    self._take_output("stderr", offset, payload, events)
+                elif kind is FrameKind.GAP:
+                    self._take_gap(_parse(payload), events)
+                elif kind is FrameKind.STARTED:
+                    self.command_id = _command_id(payload)
+                elif kind is FrameKind.ENDED:
+                    self._take_end(_command(payload), events)
+                elif kind is FrameKind.ERROR:
+                    raise error_from_body(_parse(payload))
         except FrameError as error:
             raise PlatformError("cannot read the command stream: bytes outside the contract", str(error)) from error
         return events
@@ -78,7 +78,7 @@ class CommandStream:
             details={"command_id": self.command_id, **self._offsets},
         )
 
-    def _take_output(self, stream: str, offset: int, payload: bytes, events: list[Output | Gap]) -> None:
+    def _take_output(self, stream: str, offset: int, payload: bytes | memoryview, events: list[Output | Gap]) -> None:
         known = self._offsets[stream]
         if offset > known:
             events.append(Gap(stream, offset))
@@ -86,7 +86,7 @@ class CommandStream:
             payload = payload[known - offset :]
             offset = known
         if payload:
-            events.append(Output(stream, payload))
+            events.append(Output(stream, bytes(payload)))
         self._offsets[stream] = max(offset + len(payload), known)
 
     def _take_gap(self, gap: Any, events: list[Output | Gap]) -> None:
@@ -108,16 +108,27 @@ class CommandStream:
         self.ended = command
 
 
-def _parse(payload: bytes) -> Any:
+class _CommandFrame(BaseModel):
+    command: Command
+
+
+def _parse(payload: bytes | memoryview) -> Any:
     try:
-        return json.loads(payload)
+        return json.loads(bytes(payload))
     except ValueError as error:
         raise PlatformError("cannot read the command stream: a frame is not JSON", str(error)) from error
 
 
-def _command(payload: bytes) -> Command:
-    parsed = _parse(payload)
+def _command_id(payload: bytes | memoryview) -> str:
+    """All that a beginning is read for."""
     try:
-        return Command.model_validate(parsed["command"])
-    except (KeyError, TypeError, ValidationError) as error:
+        return str(_parse(payload)["command"]["id"])
+    except (KeyError, TypeError) as error:
+        raise PlatformError("cannot read the command stream: a record is incomplete", str(error)) from error
+
+
+def _command(payload: bytes | memoryview) -> Command:
+    try:
+        return _CommandFrame.model_validate_json(bytes(payload)).command
+    except ValidationError as error:
         raise PlatformError("cannot read the command stream: a record is incomplete", str(error)) from error

@@ -11,11 +11,21 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["HEADER_BYTES", "MAX_PAYLOAD", "Frame", "FrameDecoder", "FrameError", "FrameKind", "encode_frame"]
+__all__ = [
+    "HEADER_BYTES",
+    "MAX_PAYLOAD",
+    "Frame",
+    "FrameDecoder",
+    "FrameError",
+    "FrameKind",
+    "FramePieces",
+    "Piece",
+    "encode_frame",
+]
 
 _HEADER = struct.Struct(">BBHIQ")
 HEADER_BYTES = _HEADER.size
@@ -84,3 +94,83 @@ class FrameDecoder:
     def pending(self) -> int:
         """Bytes of an unfinished frame; not 0 at the end of a stream means that it was cut."""
         return len(self._buffer)
+
+
+Piece = tuple[FrameKind, int, memoryview | bytes]
+"""Kind, offset of the piece's first byte, bytes. An output frame can come as several pieces, others are whole."""
+_OUTPUT = (FrameKind.STDOUT, FrameKind.STDERR)
+
+
+class FramePieces:
+    """Feed what was read, take pieces out: output as it comes, so that no frame of it is ever held whole.
+
+    Output pieces are views into what was fed.
+    """
+
+    def __init__(
+        self,
+        *,
+        kinds: frozenset[FrameKind] = frozenset(FrameKind),
+        max_json: int = MAX_PAYLOAD,
+        refuse: Callable[[str], Exception] = FrameError,
+    ) -> None:
+        """`kinds` and `max_json` are what the other side may send; `refuse` makes the error for all else."""
+        self._kinds = kinds
+        self._max_json = max_json
+        self._refuse = refuse
+        self._header = b""
+        self._kind = FrameKind.KEEPALIVE
+        self._offset = 0
+        self._left = 0
+        """Bytes still to come of the frame at hand."""
+        self._json = bytearray()
+
+    @property
+    def whole(self) -> bool:
+        """At the end of a stream: it ended between two frames."""
+        return not self._left and not self._header
+
+    def feed(self, data: bytes | memoryview) -> Iterator[Piece]:
+        view = memoryview(data)
+        position = 0
+        end = len(view)
+        while position < end:
+            if not self._left:
+                position = self._read_header(view, position)
+                if self._header:
+                    return
+                if not self._left:
+                    yield self._kind, self._offset, b""
+                    continue
+            taken = view[position : position + self._left]
+            position += len(taken)
+            self._left -= len(taken)
+            if self._kind in _OUTPUT:
+                offset = self._offset
+                self._offset += len(taken)
+                yield self._kind, offset, taken
+            else:
+                self._json += taken
+                if not self._left:
+                    payload = bytes(self._json)
+                    self._json.clear()
+                    yield self._kind, self._offset, payload
+
+    def _read_header(self, data: memoryview, position: int) -> int:
+        held = len(self._header)
+        header = self._header + bytes(data[position : position + HEADER_BYTES - held])
+        position += len(header) - held
+        if len(header) < HEADER_BYTES:
+            self._header = header
+            return position
+        self._header = b""
+        kind, reserved_a, reserved_b, length, offset = _HEADER.unpack(header)
+        if kind not in self._kinds or reserved_a or reserved_b:
+            raise self._refuse(f"frame of kind {kind} is out of contract")
+        self._kind = FrameKind(kind)
+        limit = MAX_PAYLOAD if self._kind in _OUTPUT else self._max_json
+        if length > limit or (self._kind is FrameKind.KEEPALIVE and length):
+            raise self._refuse(f"frame of kind {kind} with {length} bytes is over its limit")
+        self._offset = offset
+        self._left = length
+        return position

@@ -75,7 +75,9 @@ async def test_a_stream_that_stays_cut_is_an_error_not_a_result(api: FakeApi, de
             await sbx.exec("x")
         api.faults = []
     assert caught.value.code == "stream_cut"
-    assert caught.value.details == {"command_id": "command000000000", "stdout": 65536, "stderr": 0}
+    received = caught.value.details.pop("stdout")
+    assert 65536 < received < 100_000  # of the frame that was cut, what came counts
+    assert caught.value.details == {"command_id": "command000000000", "stderr": 0}
     assert len(delays) < 20
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cpuos.errors import AgentFailure, FileProblem
 from cpuos.gateway.agent.answers import Ended, Hello, read_answer, refusal
-from cpuos.gateway.agent.frames import FramePieces
+from cpuos.gateway.agent.frames import agent_frames
 from cpuos.gateway.agent.http import AnswerParser, ChunkedDecoder
 from cpuos.types.frames import FrameKind, encode_frame
 
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).resolve().parents[3] / "api" / "frames.json"
 
 def collect(stream: bytes, cuts: list[int]) -> list[tuple[FrameKind, int, bytes]]:
     """Pieces of output frames joined again."""
-    pieces, joined = FramePieces(), []
+    pieces, joined = agent_frames(), []
     edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
     for start, end in itertools.pairwise(edges):
         for kind, offset, payload in pieces.feed(memoryview(stream)[start:end]):
@@ -80,7 +80,7 @@ def test_golden_frames() -> None:
 )
 def test_frames_out_of_contract(header: bytes) -> None:
     with pytest.raises(AgentFailure):
-        list(FramePieces().feed(memoryview(header)))
+        list(agent_frames().feed(memoryview(header)))
 
 
 def parse(data: bytes) -> object:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cpuos.client._async.connection import AsyncGateway
-from cpuos.client._backend_async import call_blocking, maybe_await, sleep
+from cpuos.client._backend_async import call_blocking, call_each, sleep
 from cpuos.client._http import PATIENT, Answer, Retry, TransportFailure
 from cpuos.client._output import HeadTail
 from cpuos.client._parse import parse_answer
@@ -173,10 +173,10 @@ async def follow(
     events = _events(gateway, stream, body=body, key=key, tail=sink.tail, on_started=on_started)
     async with aclosing(events):
         async for event in events:
-            for callback, line in sink.take(event):
-                await maybe_await(callback(line))
-    for callback, line in sink.finish():
-        await maybe_await(callback(line))
+            if due := sink.take(event):
+                await call_each(*due)
+    for callback, lines in sink.finish():
+        await call_each(callback, lines)
 
 
 async def feed_stdin(

@@ -22,7 +22,8 @@ __all__ = ["Http", "StreamAnswer"]
 
 READ_TIMEOUT_S = 40.0
 """Streams carry a KEEPALIVE each 5 s, and answers come within the gateway's own 30 s towards the agent."""
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = (1 << 18) + 4096
+"""A whole piece of the gateway's, with what is around it."""
 MAX_IDLE = 64
 # Larger bodies are collected in pieces: a length is only the other side's word.
 MAX_PREPARED = 1 << 30

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import quote
 
-from cpuos.client._backend_sync import call_blocking, maybe_await, sleep
+from cpuos.client._backend_sync import call_blocking, call_each, sleep
 from cpuos.client._http import PATIENT, Answer, Retry, TransportFailure
 from cpuos.client._output import HeadTail
 from cpuos.client._parse import parse_answer
@@ -173,10 +173,10 @@ def follow(
     events = _events(gateway, stream, body=body, key=key, tail=sink.tail, on_started=on_started)
     with closing(events):
         for event in events:
-            for callback, line in sink.take(event):
-                maybe_await(callback(line))
-    for callback, line in sink.finish():
-        maybe_await(callback(line))
+            if due := sink.take(event):
+                call_each(*due)
+    for callback, lines in sink.finish():
+        call_each(callback, lines)
 
 
 def feed_stdin(

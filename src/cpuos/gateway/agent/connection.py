@@ -12,17 +12,18 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from cpuos.errors import AgentFailure, CpuosError
-from cpuos.gateway.agent.frames import FramePieces
+from cpuos.gateway.agent.frames import agent_frames
 from cpuos.gateway.agent.http import MAX_HEAD_BYTES, AnswerHead, AnswerParser, ChunkedDecoder, agent_invalid
+from cpuos.gateway.bulk import Buffer, Carried, Pipe, carry, duplicate_of
 from cpuos.types.frames import FrameKind
 
 __all__ = ["AgentConnection", "AgentTimes", "FrameSink", "agent_unresponsive", "open_connection"]
 
 SMALL_BUFFER = MAX_HEAD_BYTES + 4096
-LARGE_BUFFER = 256 << 10
+LARGE_BUFFER = 512 << 10
 WRITE_HIGH_WATER = 256 << 10
 
 
@@ -109,7 +110,7 @@ class AgentConnection(asyncio.BufferedProtocol):
         self._writing_paused = False
         self._error: CpuosError | None = None
         self._eof = False
-        self._pieces = FramePieces()
+        self._pieces = agent_frames()
         self._sink: FrameSink | None = None
         self.when_closed: Callable[[], None] | None = None
         """Called once the socket is not used any more."""
@@ -194,15 +195,51 @@ class AgentConnection(asyncio.BufferedProtocol):
 
     async def send(self, data: bytes) -> None:
         """Send and wait until the socket takes more; returns early when an answer has come already."""
-        limit_s = self._times.answer_s
         self.write(data)
         if self._writing_paused and not self.closing:
             self._drained = self._loop.create_future()
+            await self._in_time(self._drained)
+
+    async def _in_time(self, drained: asyncio.Future[None]) -> None:
+        limit_s = self._times.answer_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await drained
+        except TimeoutError:
+            raise agent_unresponsive(f"it took no data for {limit_s:g} s") from None
+
+    async def send_from(self, source: socket.socket, count: int, carried: Carried) -> None:
+        """Send `count` bytes of another socket; stops early when an answer has come. For the last of a request."""
+        limit_s = self._times.answer_s
+        self._transport.set_write_buffer_limits(high=0)
+        self._drained = self._loop.create_future()  # settled also when an answer comes, or the end
+        if self._transport.get_write_buffer_size() and not self.answer_came:
+            await self._in_time(self._drained)
+        stop = self._drained = self._loop.create_future()
+        if self.answer_came or self.closing:
+            return
+        with duplicate_of(self._transport) as target, Pipe() as hold:
             try:
-                async with asyncio.timeout(limit_s):
-                    await self._drained
+                await carry(source, target, count, hold=hold, carried=carried, give_up=stop, write_limit_s=limit_s)
             except TimeoutError:
                 raise agent_unresponsive(f"it took no data for {limit_s:g} s") from None
+
+    async def body_into(
+        self, target: socket.socket, count: int, *, carried: Carried, give_up: asyncio.Future[Any]
+    ) -> None:
+        """The next `count` bytes of a body of known length into another socket; none of them have been read yet."""
+        limit_s = self._times.answer_s
+        if not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+        with duplicate_of(self._transport) as source, Buffer(source, count) as hold:
+            try:
+                await carry(source, target, count, hold=hold, carried=carried, give_up=give_up, read_limit_s=limit_s)
+            except TimeoutError:
+                raise agent_unresponsive(f"no more of its answer came for {limit_s:g} s") from None
+        self._reading_paused = False
+        if not self.closing:
+            self._transport.resume_reading()
 
     @property
     def answer_came(self) -> bool:
@@ -259,6 +296,10 @@ class AgentConnection(asyncio.BufferedProtocol):
             piece = await self._take(left)
             left -= len(piece)
             yield piece
+
+    async def body_begin(self, most: int) -> bytes:
+        """What has come of a body, up to `most` bytes; empty when nothing has."""
+        return await self._take(most) if self._end > self._start else b""
 
     def upgrade(self, sink: FrameSink) -> None:
         """From here on frames: what has come already is handed to the sink before this returns."""
