@@ -15,6 +15,7 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from cpuos.errors import CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
+from cpuos.gateway.bulk import Wire
 from cpuos.types.problems import invalid_request
 
 __all__ = ["Call", "ClientGone", "Message", "Receive", "Route", "Routes", "Send", "answer_error", "read_model"]
@@ -58,6 +59,11 @@ class Call:
     def content_length(self) -> int | None:
         value = self.header(b"content-length")
         return int(value) if value is not None and value.isdigit() else None
+
+    @property
+    def wire(self) -> Wire | None:
+        """The connection itself, for large bodies; None where another server than ours runs the application."""
+        return self.scope.get("extensions", {}).get("cpuos.wire")
 
     def query_pairs(self) -> list[tuple[bytes, bytes]]:
         """Names and values as they came: percent-encoded bytes."""

@@ -33,7 +33,8 @@ from cpuos.types.frames import FrameKind, encode_frame
 
 __all__ = ["CommandRun"]
 
-ACK_EVERY_BYTES = 256 << 10
+ACK_EVERY_BYTES = 512 << 10
+"""Half of what the agent holds: it goes on while this half is on its way."""
 BUDGET_LOOK_BYTES = 4 << 20
 HOLD_LOOK_S = 0.05
 SILENCE_LIMIT_S = 20.0

@@ -13,8 +13,9 @@ from urllib.parse import unquote_to_bytes
 from cpuos.errors import FileProblem, InvalidRequest, LimitReached
 from cpuos.gateway.access import Gateway, journaled
 from cpuos.gateway.agent.answers import AgentFileList, TreeDone, read_answer, refusal
-from cpuos.gateway.agent.connection import AgentConnection
+from cpuos.gateway.agent.connection import AgentConnection, agent_unresponsive
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
+from cpuos.gateway.bulk import BULK_BYTES, Carried, Cut, Wire
 from cpuos.gateway.calls import Call, ClientGone
 from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.tickets import Ticket
@@ -75,11 +76,33 @@ async def send_file(
 
 async def _send_body(call: Call, connection: AgentConnection, head: AnswerHead) -> None:
     gone = call.gone()
-    async for piece in connection.body(head):
-        await call.put(piece)
-        if gone.done():
-            raise ClientGone
+    if call.wire is not None and head.length >= BULK_BYTES:
+        await _send_bulk(call, call.wire, connection, head.length)
+    else:
+        async for piece in connection.body(head):
+            await call.put(piece)
+            if gone.done():
+                raise ClientGone
     await call.put(b"", last=True)
+
+
+async def _send_bulk(call: Call, wire: Wire, connection: AgentConnection, length: int) -> None:
+    gone = call.gone()
+    carried = Carried()
+    begin = await connection.body_begin(length)
+    await call.put(begin)
+    target = await wire.lend_answer()
+    try:
+        with target:
+            await connection.body_into(target, length - len(begin), carried=carried, give_up=gone)
+    except Cut as cut:
+        if cut.source:
+            raise agent_unresponsive("it closed the connection before its answer was whole") from cut
+        raise ClientGone from cut
+    finally:
+        wire.return_answer(carried.written)
+    if gone.done():
+        raise ClientGone
 
 
 async def write_file(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
@@ -130,6 +153,8 @@ async def _pass_body(call: Call, connection: AgentConnection, length: int | None
             if connection.answer_came or connection.closing:
                 return sent
             await connection.send(piece if length is not None else b"%x\r\n%b\r\n" % (len(piece), piece))
+            if length is not None and length - sent >= BULK_BYTES and call.wire is not None:
+                return sent + await _pass_bulk(call.wire, connection, length - sent)
     except ClientGone:
         raise FileProblem(
             "cannot write the file: its body ended early", f"{sent} bytes came", code="upload_incomplete"
@@ -137,6 +162,24 @@ async def _pass_body(call: Call, connection: AgentConnection, length: int | None
     if length is None:
         await connection.send(b"0\r\n\r\n")
     return sent
+
+
+async def _pass_bulk(wire: Wire, connection: AgentConnection, count: int) -> int:
+    """The next `count` bytes of the client's body, all that come; how many were taken from it."""
+    carried = Carried()
+    come, source = wire.lend_request()
+    try:
+        with source:
+            if come:
+                await connection.send(come)
+            if not (connection.answer_came or connection.closing):
+                await connection.send_from(source, count - len(come), carried)
+    except Cut as cut:
+        if cut.source:
+            raise ClientGone from cut
+    finally:
+        wire.return_request(count - len(come) - carried.read)
+    return len(come) + carried.read
 
 
 async def remove_file(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:

@@ -75,9 +75,10 @@ class Follower:
         if not self._started:
             self._started = True
             self._put(FrameKind.STARTED, self._command_json())
-        for turn, name in enumerate(STREAMS):
-            # The first stream may fill half, the second the rest; what the first left over is the second's.
-            self._put_output(name, until=len(self._buffer) // 2 if turn == 0 else len(self._buffer))
+        if self._positions["stderr"] < self._recorded.streams["stderr"].total:
+            # Stdout may fill half, stderr the rest; what stderr leaves over is stdout's again.
+            self._put_output("stdout", until=len(self._buffer) // 2)
+            self._put_output("stderr", until=len(self._buffer))
         self._put_output("stdout", until=len(self._buffer))
         if self._recorded.ended and not self.finished and self._all_given():
             self._put(FrameKind.ENDED, self._command_json())

@@ -10,14 +10,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import httptools
 import structlog
 from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from cpuos.bounded import BoundedProtocol
+from cpuos.gateway.bulk import duplicate_of
 
-__all__ = ["HttpListener"]
+__all__ = ["WIRE", "HttpListener"]
 
+WIRE = "cpuos.wire"
+"""Where a request's scope has its connection, as an extension."""
 KEEP_ALIVE_S = 75
 MAX_WEBSOCKET_MESSAGE = 1 << 20
 _PEER = struct.Struct("3i")
@@ -92,10 +97,71 @@ class _Protocol(BoundedProtocol):
             transport.abort()
         super().connection_made(_HeadWithBody(transport, self.loop))  # type: ignore[arg-type]
 
+    def on_headers_complete(self) -> None:
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:
+            self.scope["extensions"] = {WIRE: _Wire(self, self.cycle)}
+
     def on_body(self, body: bytes) -> None:
         if not self.cycle.body:
             self.cycle.body = b""  # nothing to append to: what came becomes the message without a copy
         super().on_body(body)
+
+    def end_request(self) -> None:
+        """The body is over; the parser that saw its begin did not see its end."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.on_message_complete()
+
+
+class _Wire:
+    """The connection for the bodies of one request and its answer (`cpuos.gateway.bulk.Wire`)."""
+
+    def __init__(self, protocol: _Protocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+
+    def lend_request(self) -> tuple[bytes, socket.socket]:
+        self._cycle.flow.pause_reading()
+        come, self._cycle.body = bytes(self._cycle.body), bytearray()
+        self._cycle.message_event.clear()
+        return come, duplicate_of(self._cycle.transport)
+
+    def return_request(self, left: int) -> None:
+        if self._protocol.parser is None:  # the connection is gone
+            return
+        self._protocol.parser = _Remainder(self._protocol, left)
+        if not left:
+            self._protocol.end_request()
+
+    async def lend_answer(self) -> socket.socket:
+        self._cycle.transport.set_write_buffer_limits(high=0)
+        await self._cycle.flow.drain()
+        return duplicate_of(self._cycle.transport)
+
+    def return_answer(self, sent: int) -> None:
+        if not self._cycle.transport.is_closing():
+            self._cycle.transport.set_write_buffer_limits()
+        self._cycle.expected_content_length -= sent
+
+
+class _Remainder:
+    """In a parser's place while the rest of a body comes that nobody wants."""
+
+    def __init__(self, protocol: _Protocol, left: int) -> None:
+        self._protocol = protocol
+        self._left = left
+
+    def feed_data(self, data: bytes) -> None:
+        behind = data[self._left :]
+        self._left -= min(len(data), self._left)
+        if not self._left:
+            self._protocol.end_request()
+        if behind:
+            self._protocol.parser.feed_data(behind)
+
+    def should_upgrade(self) -> bool:
+        return False
 
 
 class _HeadWithBody:
