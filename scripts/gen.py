@@ -53,12 +53,19 @@ def sdk() -> str:
     return render()
 
 
+def blocked() -> str:
+    from gen_blocked import render
+
+    return render()
+
+
 # name: (path, what makes it)
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "openapi": ("api/openapi.json", openapi),
     "errors": ("docs/reference/errors.md", errors),
     "cli": ("docs/reference/cli.md", cli),
     "sdk": ("docs/reference/sdk.md", sdk),
+    "blocked": ("docs/reference/always-blocked.md", blocked),
 }
 
 
