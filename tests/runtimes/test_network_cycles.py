@@ -99,16 +99,15 @@ class View:
     def _processes(self) -> int:
         node = int(self._node.name)
         count = 0
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                try:
-                    count += int(Path(entry.path, "stat").read_text().rsplit(")", 1)[1].split()[1]) == node
-                except OSError:
-                    continue
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                count += int(Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()[1]) == node
+            except OSError:
+                continue
         return count
 
     def _descriptors(self) -> int:
-        return len([entry for entry in os.scandir(self._node / "fd")])
+        return len(os.listdir(self._node / "fd"))
 
 
 async def settled(view: View, wanted: dict[str, object], *, limit_s: float = 20.0) -> dict[str, object]:

@@ -123,11 +123,25 @@ class SlotPool(Generic[T]):
                         await self._fill(line)
                         backoff = BACKOFF_S
                         self._wanted.clear()
-                        await self._wanted.wait()
+                        await self._until_wanted(line)
             except Exception as error:
                 log.warning("slot maker ended", why=f"{type(error).__name__}: {error}", restart_in_s=backoff)
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, LONGEST_BACKOFF_S)
+
+    async def _until_wanted(self, line: socket.socket) -> None:
+        """Raises when the helper ends meanwhile: unasked, it says nothing."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.create_task(loop.sock_recv(line, _PACKET_BYTES))
+        wanted = asyncio.create_task(self._wanted.wait())
+        try:
+            await asyncio.wait({ended, wanted}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise OSError("it ended")
+        finally:
+            for task in (ended, wanted):
+                task.cancel()
+            await asyncio.gather(ended, wanted, return_exceptions=True)
 
     async def _fill(self, line: socket.socket) -> None:
         while len(self._ready) < self._size:
