@@ -198,11 +198,27 @@ def test_an_icmp_error_goes_out_only_for_a_connection_of_ones_own(world):
     quoted = ip(udp(packets.GUEST, 40000, source=WEB, source_port=4000), packets.GUEST, protocol=17, source=WEB)
     error = ethernet(ip(icmp(kind=packets.UNREACHABLE, code=3, payload=quoted), WEB, protocol=1))
     redirect = ethernet(ip(icmp(kind=packets.REDIRECT, code=1, payload=quoted), WEB, protocol=1))
-    world.send(error, redirect)
+    too_old = ethernet(ip(icmp(kind=11, payload=quoted), WEB, protocol=1))
+    world.send(error, redirect, too_old)
     assert world.arrived() == []
     world.send(packets.udp_frame(WEB, 4000))
-    world.send(error, redirect)
+    before = world.router.counters()
+    world.send(error, redirect, too_old)
     assert [packet.protocol for packet in world.arrived()] == [17, 1]
+    after = world.router.counters()
+    assert (after.refused, after.stray - before.stray) == (before.refused, 1)
+
+
+def test_an_icmp_error_about_the_forwarders_answer_is_no_refusal(world):
+    """Ordinary: a resolver that closed its socket. It must not look like a try to reach the router."""
+    asked = packets.udp_frame(ROUTER, 53, source_port=40001)
+    answer = ip(udp(packets.GUEST, 40001, source=ROUTER, source_port=53), packets.GUEST, protocol=17, source=ROUTER)
+    world.send(asked)
+    before = world.router.counters()
+    world.send(ethernet(ip(icmp(kind=packets.UNREACHABLE, code=3, payload=answer), ROUTER, protocol=1)))
+    assert world.arrived() == []
+    after = world.router.counters()
+    assert (after.refused, after.stray - before.stray) == (before.refused, 1)
 
 
 def test_nothing_comes_in_from_outside(world):

@@ -49,6 +49,8 @@ PEEK_SOCKET_MARK = 0x7065
 """SO_MARK of the sockets with which the peek dials: they reach only `wan`, and all others only `lan`. Setting a mark
 takes a capability that the peek does not have."""
 
+_MAX_BURST_MEGABYTES = 1000  # the kernel counts bytes in 32 bits
+
 _BASE = Template("""\
 table netdev $table
 delete table netdev $table
@@ -67,7 +69,7 @@ arp daddr ip $router arp operation { request, reply } limit rate 50/second accep
 counter name "names_paced" drop
     ip protocol icmp limit rate over $pings_per_s/second burst $pings_per_s packets counter name "paced" drop
     limit rate over $packets_per_s/second burst $packets_per_s packets counter name "paced" drop
-    limit rate over $megabytes_per_s mbytes/second burst $megabytes_per_s mbytes counter name "paced" drop
+    limit rate over $megabytes_per_s mbytes/second burst $megabytes_burst mbytes counter name "paced" drop
     ether type ip ether daddr $router_mac ip version 4 ip hdrlength 5 ip saddr $guest accept
     counter name "forged" drop
   }
@@ -122,7 +124,7 @@ $layer_chains
 
   chain incoming {
     type filter hook prerouting priority mangle; policy accept;
-    iifname "$wan" limit rate over $megabytes_per_s mbytes/second burst $megabytes_per_s mbytes \
+    iifname "$wan" limit rate over $megabytes_per_s mbytes/second burst $megabytes_burst mbytes \
 counter name "paced" drop
     iifname "$lan" ct state new ct mark 0 jump judge
   }
@@ -137,6 +139,7 @@ counter name "paced" drop
     ct state invalid goto stray
     ct state established accept
     ct state related icmp type destination-unreachable accept
+    ct state related goto stray
     oifname != "$wan" goto refused
     ct mark $guest_flow accept
     meta mark $direct goto admitted
@@ -148,7 +151,7 @@ counter name "paced" drop
     iifname "$wan" ct state related accept
     iifname "lo" accept
     iifname != "$lan" drop
-    ct state invalid goto stray
+    ct state invalid,related goto stray
     ip daddr $router udp dport 53 accept
     ip daddr $router tcp dport 53 goto names_by_tcp
     tcp dport $peek_port ct status dnat ct mark $guest_flow accept
@@ -198,6 +201,7 @@ def base_rules(
     exempt = sorted({f"{rule.address} . {rule.protocol} . {rule.port}" for rule in exemptions})
     return _BASE.substitute(
         vars(limits),
+        megabytes_burst=min(limits.megabytes_per_s, _MAX_BURST_MEGABYTES),
         table=TABLE,
         lan=LAN,
         wan=WAN,
