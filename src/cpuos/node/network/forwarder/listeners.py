@@ -24,7 +24,7 @@ _BUFFER_BYTES = 64 << 10
 _IDLE_S = 10.0
 _SLOW_S = 5.0
 _STREAM_QUERIES = 200
-_SHORT_OF_DESCRIPTORS_S = 0.5
+_TROUBLE_S = 0.5  # descriptors are short, or a socket is broken: it is tried again, and not all the time
 _PASSING = {errno.EAGAIN, errno.EINTR, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -73,17 +73,20 @@ class DatagramListener:
         for _ in range(_TURN):
             wait_s = self._forwarder.wait_s()
             if wait_s > 0:
-                self._loop.remove_reader(self._end.fileno())
-                self._pause = self._loop.call_later(wait_s, self._resume)
+                self._pause_for(wait_s)
                 return
             try:
                 data, sender = self._end.recvfrom(_QUERY_BYTES)
             except OSError as problem:
                 if problem.errno not in _PASSING:
-                    self._loop.remove_reader(self._end.fileno())
+                    self._pause_for(_TROUBLE_S)
                 return
             with self._forwarder.measured():
                 self._take(data, sender)
+
+    def _pause_for(self, wait_s: float) -> None:
+        self._loop.remove_reader(self._end.fileno())
+        self._pause = self._loop.call_later(wait_s, self._resume)
 
     def _resume(self) -> None:
         self._loop.add_reader(self._end.fileno(), self._read)
@@ -132,7 +135,7 @@ class StreamListener:
                 connection, _ = self._end.accept()
             except OSError as problem:
                 if problem.errno not in _PASSING:
-                    self._pause_for(_SHORT_OF_DESCRIPTORS_S)
+                    self._pause_for(_TROUBLE_S)
                 return
             if len(self._tasks) >= self._most:
                 connection.close()
