@@ -68,6 +68,9 @@ class FakeApi:
         self.killed: list[str] = []
         self.network: dict[str, Any] = {"mode": "internet"}
         self.connections: list[dict[str, Any]] = []
+        self.ports: dict[int, bool] = {}
+        self.preview: tuple[int, Any, dict[str, str]] = (200, {}, {})
+        """What the server behind a preview answers to `/json/version`: status, JSON, headers."""
         self.ticket = "ticket-1"
         self.frame_bytes = 1 << 16
         self._programs: dict[str, Program] = {}
@@ -142,6 +145,11 @@ class FakeApi:
         path = seen.path
         if path == "/v1/health":
             await answer.json({"status": "ok", "version": "0.1.0", "parts": {}, "news": 1})
+        elif path == "/json/version":
+            status, value, headers = self.preview
+            await answer.whole(status, json.dumps(value).encode(), "application/json", headers)
+        elif re.fullmatch(rf"/v1/sandboxes/{SANDBOX_ID}/ports(/\d+)?", path):
+            await self._ports(seen, answer)
         elif path == "/v1/sandboxes" or re.fullmatch(
             r"/v1/sandboxes/[^/]+(/access|/links|/network|/connections)?", path
         ):
@@ -188,6 +196,23 @@ class FakeApi:
             await answer.error("sandbox_not_found")
         else:
             await answer.json(self.sandbox())
+
+    async def _ports(self, seen: Seen, answer: _Answer) -> None:
+        def url(port: int) -> str:
+            return f"http://{port}-{SANDBOX_ID}.preview.localhost:{self.port}/"
+
+        if seen.method == "POST":
+            asked = json.loads(seen.body)
+            port = asked["port"]
+            public = self.ports[port] = asked["public"]
+            told = {"port": port, "url": url(port), "public": public, "token": None if public else "secret"}
+            await answer.json({**told, "expires_at": None if public else LATER})
+            return
+        if seen.method == "DELETE":
+            self.ports.pop(int(seen.path.rpartition("/")[2]), None)
+        by = {"created_at": NOW, "created_by": "key:x"}
+        listed = [{"port": port, "url": url(port), "public": public, **by} for port, public in self.ports.items()]
+        await answer.json({"ports": listed})
 
     def sandbox(self, **changes: Any) -> dict[str, Any]:
         values = {
