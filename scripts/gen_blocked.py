@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS
+from cpuos.node.network.forwarder.sandbox import Limits
+from cpuos.node.network.forwarder.special import SPECIAL_NAMES
 
 __all__ = ["render"]
 
@@ -31,6 +33,25 @@ _REST = """| the host's own addresses | the host's own address | services of the
 |---|---|---|
 """
 
+_NAMES = """
+## Names
+
+The DNS forwarder answers these itself, "no such name", and asks nobody. A name is any below the suffix, and the suffix.
+
+| suffix | why |
+|---|---|
+"""
+
+_LIMITS = Limits()
+_NAMES_END = f"""| a name without a dot | the host's own network; only an operator's exception has one |
+| reverse zones of the addresses above | they name machines of the operator's network |
+
+Refused in every policy: questions of type ANY, AXFR, IXFR, NULL and of types that programs have no use for, other
+classes than IN, and names over {_LIMITS.name_length} letters or {_LIMITS.labels} labels, which carry data. HTTPS and
+SVCB records are answered empty, as AAAA: they would give addresses past the A record, and keys that hide a host name.
+A sandbox may ask {_LIMITS.queries_per_s:g} questions a second, {_LIMITS.new_names_per_s:g} of them new ones.
+"""
+
 _END = """
 ## Protocols
 
@@ -53,4 +74,17 @@ def render() -> str:
         f"| {port} | {name} | mail from a sandbox puts its host on block lists |"
         for port, name in BLOCKED_PORTS.items()
     ]
-    return _HEAD + "\n".join(rows) + "\n" + _REST + "\n".join(ports) + "\n" + _END
+    names = [f"| `{suffix}` | {reason} |" for suffix, reason in SPECIAL_NAMES.items()]
+    return (
+        _HEAD
+        + "\n".join(rows)
+        + "\n"
+        + _REST
+        + "\n".join(ports)
+        + "\n"
+        + _NAMES
+        + "\n".join(names)
+        + "\n"
+        + _NAMES_END
+        + _END
+    )

@@ -6,9 +6,9 @@ import ipaddress
 
 from cpuos.node.network.blocked import ALWAYS_BLOCKED
 
-__all__ = ["RESOLVER_CANARY", "special_name"]
+__all__ = ["RESOLVER_CANARY", "SPECIAL_NAMES", "special_name"]
 
-_SUFFIXES = {
+SPECIAL_NAMES = {
     "alt": "not of the DNS (RFC 9476)",
     "corp": "an operator's own network",
     "home": "an operator's own network",
@@ -25,6 +25,8 @@ _SUFFIXES = {
     "private": "an operator's own network",
     "resolver.arpa": "resolvers that upgrade to encrypted DNS (RFC 9462)",
 }
+"""Each with all names below it, and why."""
+
 _REVERSE = ".in-addr.arpa"
 
 RESOLVER_CANARY = "use-application-dns.net"
@@ -34,11 +36,11 @@ RESOLVER_CANARY = "use-application-dns.net"
 def special_name(name: str) -> str | None:
     """Why a name is not asked for anywhere; None for a name like any other."""
     if name and "." not in name:
-        return _SUFFIXES.get(name, "a name without a dot")
+        return SPECIAL_NAMES.get(name, "a name without a dot")
     last = name.rpartition(".")[2]
     for suffix in (last, ".".join(name.rsplit(".", 2)[-2:])):
-        if suffix in _SUFFIXES:
-            return _SUFFIXES[suffix]
+        if suffix in SPECIAL_NAMES:
+            return SPECIAL_NAMES[suffix]
     if name.endswith(_REVERSE):
         return _reverse(name.removesuffix(_REVERSE))
     return None
