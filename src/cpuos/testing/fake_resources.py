@@ -77,8 +77,8 @@ class FakeSlots:
         return self.path(sandbox_id)
 
     async def guest_link(self, sandbox_id: str) -> GuestLink:
-        address = self.path(sandbox_id) / AGENT_SOCKET
-        if not address.exists():
+        address = self.path(sandbox_id) / AGENT_SOCKET  # its agent may not listen yet
+        if not self.path(sandbox_id).exists():
             raise NotFound(f"cannot reach sandbox {sandbox_id}", "it has no slot", code="sandbox_not_found")
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         return GuestLink(socket=made, address=str(address))

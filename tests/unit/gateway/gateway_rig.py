@@ -132,7 +132,7 @@ def agent_program(folder: Path) -> Path | None:
 
 
 @asynccontextmanager
-async def go_agent(program: Path, folder: Path, dialler: LocalDialler) -> AsyncIterator[int]:
+async def go_agent(program: Path, folder: Path, dialler: LocalDialler, *, port: int = 0) -> AsyncIterator[int]:
     """The real agent on loopback, its programs run as the caller; its process number."""
     table = folder / "users"
     table.mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ async def go_agent(program: Path, folder: Path, dialler: LocalDialler) -> AsyncI
     (table / "passwd").write_text(f"user:x:{identity}:User:{folder}:/bin/bash\nroot:x:0:0:root:/root:/bin/bash\n")
     (table / "group").write_text(f"user:x:{os.getgid()}:\n")
     arguments = ["--sandbox", SANDBOX, "--node-key", base64.b64encode(dialler.public_key).decode()]
-    arguments += ["--listen", "127.0.0.1:0", "--user-table", str(table)]
+    arguments += ["--listen", f"127.0.0.1:{port}", "--user-table", str(table)]
     process = await asyncio.create_subprocess_exec(str(program), *arguments, stdout=asyncio.subprocess.PIPE)
     try:
         line = await asyncio.wait_for(process.stdout.readline(), 10)
