@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from cpuos.settings import Settings, load_settings
 from cpuos.testing.daemons import DaemonForker, NodeDaemon
 from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
 from cpuos.testing.node import fault_is_pending, plan_fault
+from cpuos.types.network import EffectivePolicy, NetworkPolicy, PolicyLayer
 from cpuos.types.node import NodeSandboxCreate
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(300)]
@@ -71,6 +73,13 @@ class Node:
             disk_mib=64,
             max_processes=64,
         )
+
+    def router_rules(self) -> str:
+        """What holds in the router of the one sandbox."""
+        router = self.settings.run_dir / "netns" / f"{A}.slot" / "router"
+        into = ["nsenter", f"--mount=/proc/{self.process.pid}/ns/mnt", "nsenter", f"--net={router}"]
+        shown = subprocess.run([*into, "nft", "list", "ruleset"], capture_output=True, text=True, check=True)
+        return shown.stdout
 
     def traces(self) -> list[str]:
         assert self.process is not None
@@ -198,6 +207,34 @@ async def _stocked(stock: Path, *, other_than: set[str] = frozenset()) -> set[st
 
 def _names(folder: Path) -> set[str]:
     return set(os.listdir(folder)) if folder.exists() else set()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize(
+    "point", [f"network.{step}.{side}" for step in ("record", "apply") for side in ("before", "after")]
+)
+async def test_a_policy_change_that_stops_anywhere_is_finished(
+    node: Node, client: LocalNodeClient, point: str, kill: bool
+) -> None:
+    request = node.next()
+    await client.create(request)
+    layers = [PolicyLayer(origin="sandbox", policy=NetworkPolicy(allow=["1.2.3.4:80"]))]
+    policy = EffectivePolicy(version=2, layers=layers)
+    plan_fault(node.settings, point, kill=kill)
+    with pytest.raises(CpuosError):
+        await client.update_network(A, generation=request.generation, policy=policy)
+    if kill:
+        node.process.wait()
+        await node.ready(client)
+    assert (await client.get(A)).alive
+    journaled = json.loads((node.settings.node_state_dir / "journal" / f"{A}.json").read_text())["network"]
+    assert (journaled is None) == (point == "network.record.before")
+    if kill and journaled is not None:
+        assert "1.2.3.4" in node.router_rules(), "the next daemon puts in force what is journaled"
+    await client.update_network(A, generation=request.generation, policy=policy)
+    assert "1.2.3.4" in node.router_rules()
+    await client.delete(A, generation=request.generation)
+    assert node.traces() == []
 
 
 def _kill_recorded(path: Path) -> None:

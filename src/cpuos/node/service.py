@@ -165,7 +165,9 @@ class NodeService:
             return False
         if request.generation < record.generation:
             raise stale_generation(request.id, asked=request.generation, known=record.generation)
-        if request == record.request and record.stage not in (Stage.DELETING, Stage.GONE):
+        # A repeat may carry a policy that is newer by now: that has a verb of its own.
+        known = record.request.model_copy(update={"network": request.network})
+        if request == known and record.stage not in (Stage.DELETING, Stage.GONE):
             return True
         code = "wrong_state"
         if request.generation > record.generation:

@@ -35,6 +35,7 @@ async def test_newer_policies_replace_and_older_ones_do_not(settings, asking):
         await node.client.update_network(A, generation=1, policy=policy(2, "late.example"))
         assert node.parts.slots.policies[A] == policy(3, "b.example")
         await node.client.create(asking(network=policy(1)))  # a repeat of the create turns nothing back
+        await node.client.create(asking(network=policy(2)))  # nor does one that was made with a policy in between
         assert node.parts.slots.policies[A] == policy(3, "b.example")
 
 
