@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
+from pathlib import Path
 
 import h11
 import pytest
 from gateway_rig import SANDBOX
-from preview_rig import Inside, PreviewRig, answering, serving
+from preview_rig import Inside, PreviewRig, Visitor, answering, open_previews, serving
 
+from cpuos.errors import SetupRequired
+from cpuos.gateway.previews.serve import PreviewListener, serve_previews
 from cpuos.gateway.previews.visits import PreviewTimes
+from cpuos.settings import load_settings
+from cpuos.setup.certificates import make_certificates
 
 
 async def test_a_request_and_its_answer_pass(previews: PreviewRig) -> None:
@@ -459,3 +465,70 @@ async def test_host_and_origin_can_be_localhost(previews: PreviewRig) -> None:
         await previews.publish(inside.port, public=True, host="localhost")
         assert (await previews.get(inside.port)).status == 200
         assert inside.header("host") == f"localhost:{inside.port}"
+
+
+async def test_previews_by_tls(previews: PreviewRig, tmp_path: Path) -> None:
+    made = make_certificates(load_settings(state_dir=tmp_path / "made"))
+    listener = {"tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    trusting = ssl.create_default_context(cafile=str(made.authority))
+    async with serving() as plain, serving(upgrade_and_echo) as echoing, open_previews(previews.rig, **listener) as tls:
+        assert tls.url.startswith("https://preview.localhost:")
+        await tls.publish(plain.port)
+        await tls.publish(echoing.port, public=True)
+
+        async def connect(port: int) -> Visitor:
+            name = tls.host(port).partition(":")[0]
+            visitor = Visitor(*await asyncio.open_connection("127.0.0.1", tls.port, ssl=trusting, server_hostname=name))
+            tls.visitors.append(visitor)
+            return visitor
+
+        visitor = await connect(plain.port)
+        for body in (None, b"x" * 1_000_000):
+            answer = await visitor.request(
+                "POST" if body else "GET", host=tls.host(plain.port), headers=tls.auth(plain.port), body=body
+            )
+            assert (answer.status, answer.body) == (200, b"ok")
+            assert plain.header("x-forwarded-proto") == "https"
+        assert plain.bodies[-1] == body
+        page = await visitor.request(
+            target=f"/?cpuos_token={tls.token(plain.port)}",
+            host=tls.host(plain.port),
+            headers=[("Accept", "text/html")],
+        )
+        assert page.one("location") == f"https://{tls.host(plain.port)}/"
+        upgraded = await connect(echoing.port)
+        lines = [f"{name}: {value}" for name, value in WEBSOCKET]
+        head = "\r\n".join(["GET /ws HTTP/1.1", f"Host: {tls.host(echoing.port)}", *lines, "", ""])
+        await upgraded.send(head.encode())
+        await asyncio.wait_for(upgraded.reader.readuntil(b"first"), 5)
+        await upgraded.send(b"hello")
+        assert await upgraded.reader.readexactly(5) == b"HELLO"
+
+
+async def test_a_proxy_in_front_is_named_by_the_setting(previews: PreviewRig) -> None:
+    async with (
+        serving() as inside,
+        serve_previews(
+            previews.rig.gateway.previews, PreviewListener(port=0, public_url="https://preview.localhost")
+        ) as url,
+    ):
+        assert url == "https://preview.localhost"
+        assert previews.url == f"http://preview.localhost:{previews.port}"
+        await previews.publish(inside.port, public=True)
+        assert (await previews.get(inside.port)).status == 200
+        assert inside.header("x-forwarded-proto") == "http"
+
+
+@pytest.mark.parametrize(
+    ("listener", "why"),
+    [
+        ({"tls_cert": "/nonexistent.pem"}, "No such file"),
+        ({"tls_cert": __file__}, "cannot be used"),
+        ({"host": "192.0.2.1"}, "cannot listen for previews"),
+    ],
+)
+async def test_a_listener_that_cannot_be_says_why(previews: PreviewRig, listener: dict[str, str], why: str) -> None:
+    with pytest.raises(SetupRequired) as raised:
+        async with open_previews(previews.rig, **listener):
+            pass
+    assert why in str(raised.value)
