@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packets
-from cpuos.node.network.conntrack import ConntrackSocket, read_flows
+from cpuos.node.network.conntrack import ConntrackSocket, flow_key, read_flows
+from cpuos.node.network.nftables import NftContext
 from router_world import router_world
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -91,3 +92,26 @@ def test_dump_and_delete(tmp_path):
         assert table.delete(flows[0]) is True
         assert table.delete(flows[0]) is False
         assert len([flow for flow in table.flows() if flow.mark]) == 2000
+
+
+@needs_root
+def test_dump_of_one_source_and_delete_by_key(tmp_path):
+    """Of a hub's table, one slot's: without reading those of all others."""
+    with router_world(tmp_path) as world, world.in_outside(ConntrackSocket) as table:
+        world.apply("internet")
+        world.in_outside(track)
+        world.send(*(packets.udp_frame("93.184.215.14", port) for port in range(1000, 1005)))
+        world.settle()
+        assert {flow.port for flow in table.flows(source=world.address)} == set(range(1000, 1005))
+        assert table.flows(source=IPv4Address("10.0.0.2")) == []
+        key = flow_key("udp", world.address, 40000, address=IPv4Address("93.184.215.14"), port=1001)
+        assert (table.delete_key(key), table.delete_key(key)) == (True, False)
+        assert {flow.port for flow in table.flows(source=world.address)} == {1000, 1002, 1003, 1004}
+
+
+def track() -> None:
+    """Connections are tracked where a rule asks for their state, and kept where they are let in."""
+    context = NftContext()
+    context.run("table ip t { chain c { type filter hook input priority -1; ct state new accept; }; }")
+    context.run("add element ip outside served { 1000, 1001, 1002, 1003, 1004 }")
+    context.close()

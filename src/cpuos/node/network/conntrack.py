@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 from types import TracebackType
 
-__all__ = ["ConntrackSocket", "Flow", "read_flows"]
+__all__ = ["ConntrackSocket", "Flow", "flow_key", "read_flows"]
 
 _NETLINK_NETFILTER = 12  # linux/netlink.h
 _REQUEST, _ACK, _DUMP = 1, 4, 0x300
@@ -25,6 +25,7 @@ _TUPLE_ORIGINAL, _TUPLE_REPLY, _MARK, _COUNTERS_ORIGINAL, _COUNTERS_REPLY, _ID =
 _TUPLE_IP, _TUPLE_PROTOCOL = 1, 2
 _SOURCE, _DESTINATION = 1, 2
 _NUMBER, _SOURCE_PORT, _DESTINATION_PORT = 1, 2, 3
+_FILTER, _FILTER_ORIGINAL, _FILTER_SOURCE = 25, 1, 1  # of 5.8; a kernel before that dumps all, and we choose
 _BYTES = 2
 _NESTED, _TYPE = 0x8000, 0x3FFF
 _HEADER = struct.Struct("=IHHII")
@@ -45,6 +46,8 @@ class Flow:
     port: int | None
     answered_by: IPv4Address
     """Whom its packets really went to: another than `address` where it was redirected."""
+    mapped_port: int | None
+    """The source port that the far side sees."""
     mark: int
     bytes_sent: int
     bytes_received: int
@@ -71,9 +74,10 @@ class ConntrackSocket:
     def close(self) -> None:
         self._socket.close()
 
-    def flows(self) -> list[Flow]:
-        """All IPv4 connections. One that opens or ends meanwhile may be missing, none is there twice."""
-        number = self._send(_GET, _DUMP, _FAMILY)
+    def flows(self, *, source: IPv4Address | None = None) -> list[Flow]:
+        """All IPv4 connections, or those that `source` opened. One that opens or ends meanwhile may be missing, none is
+        there twice."""
+        number = self._send(_GET, _DUMP, _FAMILY + (_only_from(source) if source else b""))
         found: dict[bytes, Flow] = {}
         while True:
             answer = self._socket.recv(1 << 20)
@@ -81,13 +85,16 @@ class ConntrackSocket:
                 if sequence != number:
                     continue
                 if kind == _DONE:
-                    return list(found.values())
+                    return [flow for flow in found.values() if source in (None, flow.source)]
                 _raise_error(kind, body)
             found |= {flow.key: flow for flow in read_flows(answer)}
 
     def delete(self, flow: Flow) -> bool:
         """Take it out; False where it is gone already."""
-        number = self._send(_DELETE, _ACK, _FAMILY + flow.key)
+        return self.delete_key(flow.key)
+
+    def delete_key(self, key: bytes) -> bool:
+        number = self._send(_DELETE, _ACK, _FAMILY + key)
         while True:
             for kind, sequence, body in _messages(self._socket.recv(65536)):
                 if sequence != number:
@@ -102,6 +109,17 @@ class ConntrackSocket:
         self._number += 1
         self._socket.send(_HEADER.pack(_HEADER.size + len(body), kind, _REQUEST | flags, self._number, 0) + body)
         return self._number
+
+
+def flow_key(protocol: str, source: IPv4Address, source_port: int, *, address: IPv4Address, port: int) -> bytes:
+    """The key of a TCP or UDP connection that was not dumped."""
+    number = {name: number for number, name in _PROTOCOLS.items()}[protocol]
+    ends = _attribute(_SOURCE, source.packed) + _attribute(_DESTINATION, address.packed)
+    kind = _attribute(_NUMBER, bytes([number]))
+    kind += _attribute(_SOURCE_PORT, struct.pack("!H", source_port))
+    kind += _attribute(_DESTINATION_PORT, struct.pack("!H", port))
+    both = _attribute(_TUPLE_IP | _NESTED, ends) + _attribute(_TUPLE_PROTOCOL | _NESTED, kind)
+    return _attribute(_TUPLE_ORIGINAL | _NESTED, both)
 
 
 def read_flows(messages: bytes) -> Iterator[Flow]:
@@ -119,6 +137,7 @@ def _flow(body: bytes) -> Flow | None:
     if original is None or reply is None:
         return None
     protocol, source, source_port, address, port = _tuple(original)
+    _, answered_by, _, _, mapped_port = _tuple(reply)
     key = _attribute(_TUPLE_ORIGINAL | _NESTED, original)
     if _ID in raw:  # another connection with the same ends is not this one
         key += _attribute(_ID, raw[_ID])
@@ -128,12 +147,19 @@ def _flow(body: bytes) -> Flow | None:
         source_port=source_port,
         address=address,
         port=port,
-        answered_by=_tuple(reply)[1],
+        answered_by=answered_by,
+        mapped_port=mapped_port,
         mark=int.from_bytes(raw.get(_MARK, b""), "big"),
         bytes_sent=_bytes(raw.get(_COUNTERS_ORIGINAL, b"")),
         bytes_received=_bytes(raw.get(_COUNTERS_REPLY, b"")),
         key=key,
     )
+
+
+def _only_from(source: IPv4Address) -> bytes:
+    ends = _attribute(_TUPLE_IP | _NESTED, _attribute(_SOURCE, source.packed))
+    chosen = _attribute(_FILTER_ORIGINAL, struct.pack("=I", _FILTER_SOURCE))
+    return _attribute(_TUPLE_ORIGINAL | _NESTED, ends) + _attribute(_FILTER | _NESTED, chosen)
 
 
 def _tuple(body: bytes) -> tuple[int, IPv4Address, int | None, IPv4Address, int | None]:

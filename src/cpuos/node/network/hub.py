@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from ipaddress import IPv4Network
+from collections.abc import Iterable, Iterator, Sequence
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Literal
 
 from cpuos.errors import SetupRequired
 from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
+from cpuos.node.network.conntrack import ConntrackSocket, Flow, flow_key
 from cpuos.node.network.namespaces import (
     in_fresh_thread,
     inside,
@@ -27,7 +28,7 @@ from cpuos.node.network.namespaces import (
 )
 from cpuos.node.network.netlink import RouteNetlink
 from cpuos.node.network.nftables import NftContext
-from cpuos.node.network.plan import SLOT_PREFIX, UPLINK, BlockPlan, host_link, host_table
+from cpuos.node.network.plan import SLOT_PREFIX, UPLINK, BlockPlan, SlotPlan, host_link, host_table
 from cpuos.node.network.slot import ROUTING_SYSCTLS
 
 __all__ = ["Hub", "host_rules", "hub_rules", "remove_host_network"]
@@ -79,6 +80,25 @@ class Hub:
         """Take it away with the host's link and table. Nothing there is fine."""
         remove_host_network(self._instance_id)
         release_namespace(self.path)
+
+    def end_flows(self, plan: SlotPlan, flows: Iterable[Flow] | None = None) -> int:
+        """Forget the slot's connections, or those of them that its router cut: here, and in the host's table. So their
+        ends are told now, with bytes, and what a sandbox left open fills no table for days."""
+        wanted = None if flows is None else {_from_hub(flow) for flow in flows}
+
+        def end() -> list[Flow]:
+            with ConntrackSocket() as table:
+                found = [flow for flow in table.flows(source=plan.address) if wanted is None or _own(flow) in wanted]
+                return [flow for flow in found if table.delete(flow)]
+
+        if wanted is not None and not wanted:
+            return 0
+        ended = inside(self.path, end)
+        if self._uplink == "nat":
+            with ConntrackSocket() as host:
+                for flow in ended:
+                    _end_on_host(host, flow, hub_address=plan.hub_address)
+        return len(ended)
 
     def _make(self) -> None:
         os.close(new_namespace())
@@ -197,6 +217,20 @@ def _blocked_networks() -> str:
 def _exempt_elements(exemptions: Sequence[Exemption]) -> str:
     keys = sorted({f"{rule.address} . {rule.protocol} . {rule.port}" for rule in exemptions})
     return f"elements = {{ {', '.join(keys)} }}" if keys else ""
+
+
+def _own(flow: Flow) -> tuple[int | None, str, IPv4Address, int | None]:
+    return flow.source_port, flow.protocol, flow.address, flow.port
+
+
+def _from_hub(flow: Flow) -> tuple[int | None, str, IPv4Address, int | None]:
+    """`_own` of a router's connection as the hub has it."""
+    return flow.mapped_port, flow.protocol, flow.address, flow.port
+
+
+def _end_on_host(host: ConntrackSocket, flow: Flow, *, hub_address: IPv4Address) -> None:
+    if flow.protocol in ("tcp", "udp") and flow.mapped_port is not None and flow.port is not None:
+        host.delete_key(flow_key(flow.protocol, hub_address, flow.mapped_port, address=flow.address, port=flow.port))
 
 
 def _raise_uplink(plan: BlockPlan) -> None:

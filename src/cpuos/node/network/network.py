@@ -121,6 +121,10 @@ class Network:
         await asyncio.gather(*(slot.close() for slot in self._slots.values()))
         self._slots.clear()
 
+    def remove(self) -> None:
+        """Take away the hub and what it has on the host; for instances that end for good. Blocks."""
+        self._hub.remove()
+
     # a sandbox's slot
 
     def path(self, sandbox_id: str) -> Path:
@@ -138,6 +142,7 @@ class Network:
             os.symlink(slot.folder.name, self._link(sandbox_id))
             await slot.apply(policy)
             self._slots[sandbox_id] = slot
+            await self.workers.wait_started()
             await self.workers.open(sandbox_id, slot)
         except BaseException:
             self._slots.pop(sandbox_id, None)
@@ -164,7 +169,8 @@ class Network:
             learned = await self.workers.change(sandbox_id, policy)
             await slot.apply(policy, learned=learned)
             cut = await slot.cut()
-        log.info("network policy in place", sandbox=sandbox_id, version=policy.version, connections_cut=cut)
+        await asyncio.to_thread(self._hub.end_flows, slot.plan, cut)
+        log.info("network policy in place", sandbox=sandbox_id, version=policy.version, connections_cut=len(cut))
 
     async def readopt(self, sandbox_id: str, policy: EffectivePolicy) -> None:
         """After a restart of the node: open the slot of a running sandbox again, and see that this policy holds."""
@@ -206,6 +212,8 @@ class Network:
         slot = self._slots.get(sandbox_id)
         if slot is None and not link.is_symlink():
             return
+        with contextlib.suppress(OSError, ValueError):  # half-made, or its hub is gone
+            await asyncio.to_thread(self._hub.end_flows, self._plan.slot(int(os.readlink(link))))
         await self.workers.shut(sandbox_id)
         if slot is not None:
             await slot.close()

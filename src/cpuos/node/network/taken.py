@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from ipaddress import IPv4Address
 from pathlib import Path
 
+from cpuos.node.network.conntrack import Flow
 from cpuos.node.network.judge import Judge
 from cpuos.node.network.plan import SlotPlan
 from cpuos.node.network.policy_rules import NamedAddress
@@ -40,11 +41,11 @@ class TakenSlot:
         await asyncio.to_thread(self._router.apply, Judge(policy), learned=learned)
         self.policy = policy
 
-    async def cut(self) -> int:
-        """Take out what is open and may not be any more; how many connections that were."""
+    async def cut(self) -> list[Flow]:
+        """Take out what is open and may not be any more."""
         assert self.policy is not None
         names = dict(self._names)
-        return len(await asyncio.to_thread(self._router.cut, Judge(self.policy), lambda a: names.get(a, {})))
+        return await asyncio.to_thread(self._router.cut, Judge(self.policy), lambda address: names.get(address, {}))
 
     async def learn(self, learned: Collection[NamedAddress]) -> None:
         async with self.lock:
