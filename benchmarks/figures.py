@@ -9,6 +9,7 @@ from benchmarks.commands import exec_true
 from benchmarks.names import dns_neighbour
 from benchmarks.previews import preview_messages, preview_request
 from benchmarks.results import Measured
+from benchmarks.slots import policy_change, slot_from_pool
 from benchmarks.stage import Stage
 from benchmarks.starts import create_to_first_exec
 from benchmarks.transfers import download, growth, stdout, upload
@@ -43,6 +44,8 @@ FIGURES = (
     Figure(name="stdout_200mb", limit=0.5, at_least=True, measure=stdout),
     Figure(name="growth_mib", limit=64, unit="MiB", measure=growth),
     Figure(name="idle_pss_mib", limit=45, unit="MiB", measure=idle_weight),
+    Figure(name="slot_ms", limit=5, unit="ms", measure=slot_from_pool),
+    Figure(name="policy_ms", limit=5, unit="ms", measure=policy_change),
     Figure(name="dns_neighbour", limit=2.0, measure=dns_neighbour),
     Figure(name="preview_request", limit=3.0, measure=preview_request),
     Figure(name="preview_messages", limit=1000, at_least=True, unit="/s", measure=preview_messages),

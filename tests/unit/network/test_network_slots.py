@@ -63,7 +63,7 @@ async def network(tmp_path):
     for sandbox_id in await network.leftovers():
         await network.release(sandbox_id)
     await network.close()
-    await asyncio.to_thread(network._hub.remove)
+    await asyncio.to_thread(network.remove)
     assert socket.if_nameindex() == host_links
     assert os.listdir(tmp_path / "netns") == ["block"]
     assert str(tmp_path) not in mountinfo()
@@ -213,7 +213,7 @@ class TestPool:
         for sandbox_id in await network.leftovers():
             await network.release(sandbox_id)
         await network.close()
-        await asyncio.to_thread(network._hub.remove)
+        await asyncio.to_thread(network.remove)
         assert os.listdir(tmp_path / "netns") == ["block"]
 
     @staticmethod

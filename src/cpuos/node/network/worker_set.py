@@ -106,13 +106,17 @@ class WorkerSet:
 
     # what holds for one slot
 
-    async def open(self, sandbox_id: str, slot: TakenSlot) -> None:
-        """Give a slot with its policy to all of them."""
+    async def wait_started(self) -> None:
+        """A daemon that has just begun gives its first new sandbox workers that serve it."""
         if self._starting is not None and not self._starting.done():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._starting), FIRST_START_S)
+
+    async def open(self, sandbox_id: str, slot: TakenSlot) -> None:
+        """Give a slot with its policy to all that serve now; the others get it when they come."""
+        serving = [worker for worker in self.workers.values() if worker.is_ready]
         async with slot.lock:
-            await asyncio.gather(*(self._open_in(worker, sandbox_id, slot) for worker in self.workers.values()))
+            await asyncio.gather(*(self._open_in(worker, sandbox_id, slot) for worker in serving))
 
     async def change(self, sandbox_id: str, policy: EffectivePolicy) -> list[NamedAddress]:
         """Tell them of a new policy: first the forwarder. What it has answered that is still allowed."""
