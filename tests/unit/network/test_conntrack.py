@@ -82,10 +82,11 @@ def test_a_message_cut_short_ends_the_reading(length, more):
 def test_dump_and_delete(tmp_path):
     with router_world(tmp_path) as world, world.in_router(ConntrackSocket) as table:
         world.apply("internet")
-        assert [flow for flow in table.flows() if flow.mark] == []
+        assert (table.count(), table.flows()) == (0, [])
         world.send(*(packets.udp_frame("93.184.215.14", port) for port in range(1000, 3000)))
         world.send(packets.icmp_frame("93.184.215.14", identity=9))
         world.settle()
+        assert table.count() == 2002, "the question that ended the wait, too"
         flows = [flow for flow in table.flows() if flow.mark]
         assert {flow.port for flow in flows} == {*range(1000, 3000), None}
         assert len(flows) == 2001

@@ -20,7 +20,8 @@ _NETLINK_NETFILTER = 12  # linux/netlink.h
 _REQUEST, _ACK, _DUMP = 1, 4, 0x300
 _ERROR, _DONE = 2, 3
 _CONNTRACK = 1 << 8  # NFNL_SUBSYS_CTNETLINK
-_NEW, _GET, _DELETE = _CONNTRACK, _CONNTRACK | 1, _CONNTRACK | 2
+_NEW, _GET, _DELETE, _STATISTICS = _CONNTRACK, _CONNTRACK | 1, _CONNTRACK | 2, _CONNTRACK | 5
+_ENTRIES = 1
 _TUPLE_ORIGINAL, _TUPLE_REPLY, _MARK, _COUNTERS_ORIGINAL, _COUNTERS_REPLY, _ID = 1, 2, 8, 9, 10, 12
 _TUPLE_IP, _TUPLE_PROTOCOL = 1, 2
 _SOURCE, _DESTINATION = 1, 2
@@ -77,6 +78,8 @@ class ConntrackSocket:
     def flows(self, *, source: IPv4Address | None = None) -> list[Flow]:
         """All IPv4 connections, or those that `source` opened. One that opens or ends meanwhile may be missing, none is
         there twice."""
+        if not self.count():  # a dump walks the table of all namespaces: some milliseconds, for nothing here
+            return []
         number = self._send(_GET, _DUMP, _FAMILY + (_only_from(source) if source else b""))
         found: dict[bytes, Flow] = {}
         while True:
@@ -88,6 +91,15 @@ class ConntrackSocket:
                     return [flow for flow in found.values() if source in (None, flow.source)]
                 _raise_error(kind, body)
             found |= {flow.key: flow for flow in read_flows(answer)}
+
+    def count(self) -> int:
+        """How many connections this namespace has."""
+        number = self._send(_STATISTICS, 0, _FAMILY)
+        while True:
+            for kind, sequence, body in _messages(self._socket.recv(65536)):
+                if sequence == number:
+                    _raise_error(kind, body)
+                    return int.from_bytes(dict(_attributes(body[len(_FAMILY) :])).get(_ENTRIES, b""), "big")
 
     def delete(self, flow: Flow) -> bool:
         """Take it out; False where it is gone already."""
