@@ -323,6 +323,7 @@ async def test_a_refused_upgrade_is_an_ordinary_answer(previews: PreviewRig) -> 
         b"\r\n\r\n",
         b"HTTP/1.1 2x0 OK\r\n\r\n",
         b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/2.0 200 OK\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
         b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",

@@ -207,6 +207,8 @@ class Exchange:
         self._send(h11.InformationalResponse(status_code=event.status_code, headers=headers, reason=event.reason))
 
     def _pass_head(self, event: h11.Response) -> None:
+        if event.http_version not in (b"1.0", b"1.1"):
+            raise answer_invalid("its version is not HTTP/1.1")
         given = list(event.headers.raw_items())
         headers = answer_headers(given) + _framing(given)
         self._chunked = bool(comma_values(given, b"transfer-encoding"))

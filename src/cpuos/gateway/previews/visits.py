@@ -140,8 +140,8 @@ class Visit:
         """What cannot be parsed is answered where that is possible, and the connection ends."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
-        refused = InvalidRequest("cannot read the request", str(error), code="request_malformed")
-        await self._answer(error_answer(refused, page=False))
+        # Without what the parser quotes: nothing of a request stands in an answer of ours.
+        await self._answer(error_answer(_malformed(str(error).partition(":")[0][:100]), page=False))
         await self._linger()
 
     # one request
@@ -272,6 +272,8 @@ def _read_request(request: h11.Request) -> Asked:
     headers = list(request.headers.raw_items())
     hosts = values_of(headers, b"host")
     codings = comma_values(headers, b"transfer-encoding")
+    if request.http_version not in (b"1.0", b"1.1"):
+        raise _malformed("its version is not HTTP/1.1")
     if len(hosts) != 1:
         raise _malformed("it needs one Host header")
     if request.method == b"CONNECT" or not (request.target.startswith(b"/") or request.target == b"*"):
