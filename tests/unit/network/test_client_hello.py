@@ -24,9 +24,9 @@ def made_by_python(
     highest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
     alpn: int = 0,
 ) -> bytes:
-    context = ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version, context.maximum_version = lowest, highest
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
     if alpn:
         context.set_alpn_protocols([f"{number:03d}" + "x" * 200 for number in range(alpn)])
     outgoing = ssl.MemoryBIO()

@@ -122,7 +122,9 @@ class SecondHello:
 
     def _next_record(self) -> bytes:
         records = self._records
-        if len(records) < _RECORD_HEADER:
+        if records and records[0] not in (_CHANGE_CIPHER, _HANDSHAKE, _DATA):
+            self.is_over = True
+        if self.is_over or len(records) < _RECORD_HEADER:
             return b""
         length = _RECORD_HEADER + int.from_bytes(records[3:5])
         if len(records) < length:
@@ -138,8 +140,6 @@ class SecondHello:
         elif record[0] == _DATA:
             self._early -= len(record)
             self.is_over = self._early <= 0
-        elif record[0] != _CHANGE_CIPHER:
-            self.is_over = True
 
     def _compare(self) -> None:
         message = self._message
