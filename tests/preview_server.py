@@ -1,6 +1,6 @@
 """Runs inside a sandbox (or beside a fake one): a server with all that previews have to carry. Standard library only.
 
-    python3 preview_server.py ADDRESS PORT [--debugger]
+    python3 preview_server.py ADDRESS PORT [--debugger] [--log]
 
 With `--debugger` it answers as Chromium's debugging port does: to nobody who calls it by another name than localhost.
 """
@@ -20,6 +20,8 @@ async def serve(reader, writer):
     try:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
+            if "--log" in sys.argv:
+                print(head.partition(b"\r\n")[0].decode("latin-1"), flush=True)
             target = head.split(b" ", 2)[1].decode("latin-1")
             headers = {}
             for line in head.split(b"\r\n")[1:-2]:
