@@ -118,7 +118,7 @@ class Shown:
     def asked(self, *, until: str) -> list[str]:
         """Request lines that reached the server, up to one that is known to be the last."""
         deadline = time.monotonic() + 20
-        while not any(until in line for line in (lines := self._lines())):
+        while until not in "\n".join(lines := self._lines()):
             assert time.monotonic() < deadline, lines
             time.sleep(0.05)
         return lines
