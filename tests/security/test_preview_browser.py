@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import websockets.exceptions
 import websockets.sync.client
 
 from cpuos import Client, Sandbox
+from cpuos.errors import PortProblem
 from cpuos.testing.instance import Instance
 
 CHROMIUM = shutil.which("chromium") or ""
@@ -253,3 +255,32 @@ def test_no_page_is_shown_under_the_listeners_address(tab: Tab, boxes: tuple[Sho
     assert "GET /shown" not in tab.run("document.body.innerText")
     tab.open(mine.url("/not-shown"))
     assert not [line for line in mine.asked(until="/not-shown") if "/shown" in line]
+
+
+def test_a_chromium_inside_is_driven_from_outside(fake_instance: Instance, tmp_path: Path) -> None:
+    """By its debugging port, which answers to nobody but localhost, through a private preview."""
+    program = Path("/usr/lib/chromium/chromium")
+    if not program.exists():
+        pytest.skip(f"{CHROMIUM} is not Debian's")
+    options = [option for option in OPTIONS if "debugging-port" not in option]
+    port = 38330
+    with Sandbox.create(client=fake_instance.client()) as box:
+        profile = f"--user-data-dir={tmp_path / 'inside'}"
+        tmp_path.chmod(0o777)
+        box.spawn([str(program), *options, f"--remote-debugging-port={port}", profile], env={"HOME": str(tmp_path)})
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                url = box.ports.cdp_url(port)
+                break
+            except PortProblem:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        with websockets.sync.client.connect(url, max_size=None, compression=None, proxy=None) as connection:
+            inside = Tab(connection)
+            inside.open("data:text/html,<title>inside</title><h1>hello</h1>")
+            assert inside.run("document.title") == "inside"
+            assert len(inside.call("Page.captureScreenshot")["data"]) > 1000
+            box.ports.close(port)
+            with pytest.raises(websockets.exceptions.ConnectionClosed):
+                inside.call("Page.captureScreenshot")
