@@ -10,10 +10,11 @@ from ipaddress import IPv4Address
 import pytest
 
 from cpuos.errors import PlatformError
+from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.router import Router
-from cpuos.node.network.rules import GUEST_FLOW, NODE_FLOW, PEEK_FLOW
-from router_world import RouterWorld, judge, router_world
+from cpuos.node.network.rules import GUEST_FLOW, NODE_FLOW, PEEK_FLOW, base_rules, base_stamp
+from router_world import AMPLE, PLAN, RouterWorld, judge, router_world
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -218,6 +219,26 @@ def test_a_second_daemon_takes_over(tmp_path):
             assert len([entry for entry in sets if entry.get("set", {}).get("name", "").startswith("named_")]) == 1
         finally:
             later.close()
+
+
+def test_a_later_daemon_with_other_base_rules_puts_them_in(tmp_path):
+    """Of a new version, or with another exception: in one step with the policy, and only where they differ."""
+    exemption = Exemption(name="mirror.test", address=IPv4Address("10.77.0.5"), port=PORT)
+    with router_world(tmp_path) as world, world.server(PORT):
+        world.apply({"allow": [ONE, "two.test"]})
+        with open_connection(world, ONE) as one:
+            before = world.router.counters()
+            world.router.apply(judge({"allow": [ONE, "two.test"]}, version=2), base=base_rules(PLAN, limits=AMPLE))
+            assert world.router.counters() == before, "these are there"
+            other = base_rules(PLAN, limits=AMPLE, exemptions=[exemption], host_addresses=[IPv4Address("5.5.5.5")])
+            world.router.apply(judge({"deny": ["9.9.9.9"]}, version=3), base=other)
+            assert world.router.counters().allowed == 0
+            assert talk(one) == b"hello"
+        assert world.connect("10.77.0.5", PORT) == "connected"
+        assert world.connect("9.9.9.9", PORT) == "Connection refused"
+        assert world.connect("5.5.5.5", PORT) == "Connection refused"
+        with_other_hosts = base_rules(PLAN, limits=AMPLE, exemptions=[exemption])
+        assert base_stamp(with_other_hosts) == base_stamp(other) != base_stamp(base_rules(PLAN, limits=AMPLE))
 
 
 def test_hosts_own_addresses_follow(world):

@@ -48,10 +48,14 @@ class SlotRecipe:
             release_slot(folder)
             raise
 
+    def rules(self, plan: SlotPlan) -> str:
+        """The base rules of its router."""
+        return base_rules(plan, exemptions=self.exemptions, host_addresses=self.host_addresses)
+
     def _load_rules(self, plan: SlotPlan) -> None:
         context = NftContext()
         try:
-            context.run(base_rules(plan, exemptions=self.exemptions, host_addresses=self.host_addresses))
+            context.run(self.rules(plan))
         finally:
             context.close()
 

@@ -185,7 +185,8 @@ class Network:
         slot = self._make_taken(folder, router)
         try:
             await asyncio.to_thread(router.set_host_addresses, self._host_addresses)
-            await slot.apply(policy)
+            # An earlier daemon may have had other exceptions, or rules of another version.
+            await slot.apply(policy, base=self._recipe().rules(slot.plan))
             await slot.cut()
         except BaseException:
             await asyncio.shield(slot.close())

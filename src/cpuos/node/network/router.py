@@ -20,7 +20,7 @@ from cpuos.node.network.judge import Judge, Passage
 from cpuos.node.network.namespaces import in_fresh_thread
 from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.policy_rules import NamedAddress, learn_rules, name_set_names, policy_rules
-from cpuos.node.network.rules import GUEST_FLOW, PEEK_FLOW, PEEK_SOCKET_MARK, TABLE, host_rules
+from cpuos.node.network.rules import GUEST_FLOW, PEEK_FLOW, PEEK_SOCKET_MARK, TABLE, base_stamp, host_rules
 from cpuos.runtimes.base import ROUTER_ADDRESS
 
 __all__ = ["Counters", "NamesOf", "Router"]
@@ -81,20 +81,24 @@ class Router:
             raise
         return router
 
-    def apply(self, judge: Judge, *, learned: Collection[NamedAddress] = ()) -> None:
-        """Put this policy in the place of the one before, in one step. What is open already is `cut` apart from it."""
+    def apply(self, judge: Judge, *, learned: Collection[NamedAddress] = (), base: str = "") -> None:
+        """Put this policy in the place of the one before, in one step. What is open already is `cut` apart from it.
+
+        `base`: base rules that have to lie under it. Where an earlier daemon left others, they come in the same step;
+        the counters begin anew then.
+        """
 
         def work() -> None:
             generation = self._generation + 1
-            self._nft.run(
-                policy_rules(
-                    judge,
-                    generation=generation,
-                    learned=learned,
-                    replaced=self._name_sets,
-                    named_addresses=self._named_addresses,
-                )
+            others = "" if not base or self._has_base(base) else base
+            policy = policy_rules(
+                judge,
+                generation=generation,
+                learned=learned,
+                replaced=() if others else self._name_sets,
+                named_addresses=self._named_addresses,
             )
+            self._nft.run(others + policy)
             self._judge, self._generation = judge, generation
             self._name_sets = name_set_names(judge, generation)
 
@@ -180,6 +184,10 @@ class Router:
             self._nft.close()
             raise
         self._generation = max((_generation(name) for name in self._name_sets), default=0)
+
+    def _has_base(self, base: str) -> bool:
+        chains = (entry.get("chain", {}) for entry in self._nft.query("list chains ip"))
+        return base_stamp(base) in [chain.get("name") for chain in chains if chain.get("table") == TABLE]
 
     def _list_name_sets(self) -> list[str]:
         sets = [_named(entry) for entry in self._nft.query(f"list sets table ip {TABLE}")]

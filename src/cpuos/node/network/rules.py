@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Collection, Iterable
 from ipaddress import IPv4Address
 from string import Template
@@ -31,6 +33,7 @@ __all__ = [
     "PEEK_SOCKET_MARK",
     "TABLE",
     "base_rules",
+    "base_stamp",
     "host_rules",
     "verdict_rules",
 ]
@@ -87,6 +90,7 @@ table ip $table {
   set host { type ipv4_addr; $host }
   set exempt { type ipv4_addr . inet_proto . inet_service; $exempt }
 
+  chain $stamp { }
 $layer_chains
   chain layers { }
   chain open { }
@@ -199,7 +203,7 @@ def base_rules(
     """One transaction that puts the router's tables in place of earlier ones. The device `lan` must be there."""
     limits = limits or NetworkLimits()
     exempt = sorted({f"{rule.address} . {rule.protocol} . {rule.port}" for rule in exemptions})
-    return _BASE.substitute(
+    values = dict(
         vars(limits),
         megabytes_burst=min(limits.megabytes_per_s, _MAX_BURST_MEGABYTES),
         table=TABLE,
@@ -212,7 +216,6 @@ def base_rules(
         address=plan.address,
         blocked=", ".join(str(blocked.network) for blocked in ALWAYS_BLOCKED),
         blocked_ports=", ".join(str(port) for port in BLOCKED_PORTS),
-        host=_elements(str(address) for address in sorted(host_addresses)),
         exempt=_elements(exempt),
         layer_chains="\n".join(f"  chain layer_{number} {{ }}" for number in range(MAX_LAYERS)),
         direct=DIRECT,
@@ -222,7 +225,20 @@ def base_rules(
         node_flow=NODE_FLOW,
         peek_flow=PEEK_FLOW,
         peek_socket=PEEK_SOCKET_MARK,
-    ) + verdict_rules(0)
+    )
+    plain = _BASE.substitute(values, host="", stamp="base_0")
+    stamp = f"base_{hashlib.sha256(plain.encode()).hexdigest()[:16]}"
+    host = _elements(str(address) for address in sorted(host_addresses))
+    return _BASE.substitute(values, host=host, stamp=stamp) + verdict_rules(0)
+
+
+def base_stamp(base: str) -> str:
+    """The name of a chain that only these base rules have, whatever the host's addresses: a router that has it, has
+    them."""
+    match = re.search(r"chain (base_[0-9a-f]{16}) ", base)
+    if match is None:
+        raise ValueError("these are no base rules")
+    return match[1]
 
 
 def host_rules(addresses: Collection[IPv4Address]) -> str:

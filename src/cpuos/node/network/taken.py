@@ -36,9 +36,10 @@ class TakenSlot:
         self._router = router
         self._names: OrderedDict[IPv4Address, dict[str, None]] = OrderedDict()
 
-    async def apply(self, policy: EffectivePolicy, *, learned: Collection[NamedAddress] = ()) -> None:
+    async def apply(self, policy: EffectivePolicy, *, learned: Collection[NamedAddress] = (), base: str = "") -> None:
+        """`base`: base rules that must lie under it, where those of an earlier daemon may."""
         self._remember(learned)
-        await asyncio.to_thread(self._router.apply, Judge(policy), learned=learned)
+        await asyncio.to_thread(self._router.apply, Judge(policy), learned=learned, base=base)
         self.policy = policy
 
     async def cut(self) -> list[Flow]:
