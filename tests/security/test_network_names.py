@@ -283,7 +283,7 @@ def test_the_forwarder_is_dead(world, listed, sealed_instance):
     os.kill(worker, signal.SIGSTOP)
     assert ask(listed, ("web.allowed.example", 1))[0][0] == "TimeoutError"
     assert not connects(listed, addresses.OTHER_WEB)
-    until(lambda: _worker(sealed_instance, "dns") not in (0, worker))
+    until(lambda: _worker(sealed_instance, "dns") not in (0, worker), limit_s=40)
     until(lambda: addresses_of(listed, "web.allowed.example") == [addresses.WEB])
     assert ask(listed, ("open.example", 1))[0][0] == REFUSED  # with its policy, not with none
 

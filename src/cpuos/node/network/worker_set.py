@@ -160,7 +160,6 @@ class WorkerSet:
         config = self._config
         message = Start(
             resolvers=list(config.resolvers),
-            exemptions=list(config.exemptions),
             host_addresses=list(self._host_addresses),
             state_dir=str(config.state_dir) if name == RECORDS else "",
             socket_path=str(config.socket_path) if name == RECORDS else "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ class Feed:
 
     def __init__(self, end: socket.socket | None, *, clock: Callable[[], float]) -> None:
         self._end, self._clock = end, clock
-        self._lost = 0
+        self._lost: Counter[str] = Counter()
         if end is not None:
             end.setblocking(False)
 
@@ -35,9 +36,11 @@ class Feed:
         if self._end is None:
             return
         try:
-            if self._lost:
-                self._end.send(json.dumps({"lost": self._lost}).encode())
-                self._lost = 0
+            while self._lost:
+                sandbox, count = next(iter(self._lost.items()))
+                self._end.send(json.dumps({"sandbox": sandbox, "event": "lost", "count": count}).encode())
+                del self._lost[sandbox]
             self._end.send(json.dumps({**record, "at": self._clock()}).encode())
         except OSError:  # full, or nobody reads at the moment
-            self._lost += 1
+            if record.get("event") != "resolved":
+                self._lost[record["sandbox"]] += 1

@@ -77,7 +77,8 @@ class Limits:
     waiting: int = 256
     name_length: int = 200
     labels: int = 20
-    learned: int = 4096
+    learned: int = 2048
+    """Addresses of names; all of them fit into one message to the node."""
     cache_entries: int = 1000
     cache_bytes: int = 256 << 10
     streams: int = 16

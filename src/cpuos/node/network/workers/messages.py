@@ -23,6 +23,7 @@ __all__ = [
     "Open",
     "Ping",
     "PolicyChange",
+    "RouterCounts",
     "Sockets",
     "Start",
     "WantSockets",
@@ -41,13 +42,13 @@ class Start(Message):
     resolvers: list[ipaddress.IPv4Address] = Field(default_factory=list)
     """dns: who is asked, in this order."""
     resolver_port: int = Field(default=53, ge=1, le=65535)
-    exemptions: list[Exemption] = Field(default_factory=list)
-    """dns: names that it answers itself."""
     host_addresses: list[ipaddress.IPv4Address] = Field(default_factory=list)
     state_dir: str = ""
     """records: where its journal lies."""
     socket_path: str = ""
     """records: where it serves."""
+    peer_uids: list[int] = Field(default_factory=list)
+    """records: who may ask there, beside root."""
 
 
 class Ping(Message):
@@ -70,6 +71,7 @@ class Open(Message):
     sandbox: SandboxId
     policy: EffectivePolicy
     exemptions: list[Exemption] = Field(default_factory=list)
+    """dns answers their names itself."""
     slot_address: ipaddress.IPv4Address | None = None
     """records: the source address of its flows in the hub."""
 
@@ -78,6 +80,17 @@ class PolicyChange(Message):
     op: ClassVar[str] = "policy"
     sandbox: SandboxId
     policy: EffectivePolicy
+
+
+class RouterCounts(Message):
+    """records: what the router of a sandbox has counted since it was made. What was not recorded of it is a gap."""
+
+    op: ClassVar[str] = "counters"
+    sandbox: SandboxId
+    allowed: int = Field(ge=0)
+    """Packets logged as allowed."""
+    refused: int = Field(ge=0)
+    """Packets that were refused, over a limit included; the log of them has a limit of its own."""
 
 
 class Close(Message):

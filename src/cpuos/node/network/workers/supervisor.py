@@ -53,9 +53,10 @@ class Timing:
     """How patient the node is; seconds."""
 
     start_s: float = 20.0
-    request_s: float = 5.0
+    request_s: float = 10.0
     """An answer that takes longer means that the worker hangs: it is killed."""
     ping_every_s: float = 5.0
+    """How often it is asked for a sign of life, within `request_s`."""
     first_backoff_s: float = 0.1
     last_backoff_s: float = 10.0
     healthy_s: float = 30.0
