@@ -5,6 +5,7 @@ import (
 	"crypto/subtle"
 	"encoding/hex"
 	"encoding/json"
+	"log"
 	"net"
 	"os"
 	"slices"
@@ -31,7 +32,6 @@ type agent struct {
 	tunnels  atomic.Int32       // open ones
 	starts   singleflight.Group // of commands, by id
 	logs     logFolders
-	prepare  func() // returns when this process is fit for more than to tell who it is
 
 	mu         sync.Mutex // guards the rest
 	generation int64
@@ -43,9 +43,8 @@ type agent struct {
 
 func newAgent(sandbox string, nodeKey ed25519.PublicKey, etc string) *agent {
 	return &agent{
-		sandbox: sandbox, nodeKey: nodeKey, users: &userTable{folder: etc, files: map[string]cachedFile{}}, children: newReaper(), started: now(),
-		prepare: func() {},
-		conns:   map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
+		sandbox: sandbox, nodeKey: nodeKey, users: &userTable{folder: etc}, children: &reaper{waiters: map[int]func(syscall.WaitStatus){}, born: make(chan os.Signal, 1)}, started: now(),
+		conns: map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
 	}
 }
 
@@ -55,30 +54,20 @@ func (a *agent) accept(listener net.Listener, peer net.IP) {
 	for {
 		c, err := listener.Accept()
 		if err != nil {
-			warn(err)
+			log.Print(err)
 			time.Sleep(20 * time.Millisecond)
-		} else if c.RemoteAddr().(*net.TCPAddr).IP.Equal(peer) {
-			go a.serveConn(c.(*net.TCPConn))
-		} else {
-			c.Close()
+			continue
 		}
+		tcp := c.(*net.TCPConn)
+		a.mu.Lock()
+		if len(a.conns) < maxConnections && tcp.RemoteAddr().(*net.TCPAddr).IP.Equal(peer) {
+			a.conns[tcp] = true
+			go a.serveConn(tcp)
+		} else {
+			tcp.Close()
+		}
+		a.mu.Unlock()
 	}
-}
-
-// remember keeps a connection until it is forgotten, unless there are too many.
-func (a *agent) remember(tcp *net.TCPConn) bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if len(a.conns) < maxConnections {
-		a.conns[tcp] = true
-	}
-	return a.conns[tcp]
-}
-
-func (a *agent) forget(tcp *net.TCPConn) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	delete(a.conns, tcp)
 }
 
 // authorized compares the bearer with the session key, in the same time whatever it is.
@@ -118,21 +107,15 @@ var routes = map[string]handler{
 }
 
 func (a *agent) serve(r *request) any {
-	parts := strings.Split(r.path, "/")
+	parts := strings.Split(r.URL.Path, "/")
 	if len(parts) > 3 && (parts[2] == "commands" || parts[2] == "ports") {
 		r.id, parts[3] = parts[3], "ID"
 	}
-	route := r.method + " " + strings.Join(parts, "/")
-	if route != "POST /v1/identity" {
-		if !a.authorized(r.authorization) {
-			check(fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
-		}
-		a.prepare()
-	}
+	route := r.Method + " " + strings.Join(parts, "/")
+	known := route == "POST /v1/identity" || a.authorized(r.Header.Get("Authorization"))
+	demand(known, fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
 	handle := routes[route]
-	if handle == nil {
-		check(fail(404, "not_found", "no such call"))
-	}
+	demand(handle != nil, fail(404, "not_found", "no such call"))
 	return handle(a, r)
 }
 
@@ -154,7 +137,6 @@ func (a *agent) setIdentity(r *request) any {
 		claim.Sandbox != a.sandbox || claim.ExpiresAt <= claim.Now || len(claim.SessionKey) != 32 || !a.accepts(r.TCPConn, claim) {
 		check(fail(401, "identity_refused", "the statement is not one of this sandbox's node, or not a newer one"))
 	}
-	go a.prepare() // the host waits for this answer, and takes a moment until its first call
 	return a.hello(r)
 }
 
@@ -178,25 +160,19 @@ func (a *agent) accepts(from *net.TCPConn, claim identity) bool {
 }
 
 func (a *agent) hello(*request) any {
-	running := 0
-	for _, c := range a.allCommands() {
-		if !c.hasEnded() {
-			running++
-		}
-	}
+	running := slices.DeleteFunc(a.allCommands(), (*command).hasEnded)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return map[string]any{
 		"contract": contractGeneration, "agent": version, "sandbox": a.sandbox, "generation": a.generation,
-		"boot_s": elapsed(a.started, now()), "commands": running,
+		"boot_s": elapsed(a.started, now()), "commands": len(running),
 	}
 }
 
 func (a *agent) setClock(r *request) any {
 	var body struct{ Now float64 }
-	if r.readJSON(&body); body.Now <= 0 {
-		check(invalid("now is a positive number of unix seconds"))
-	}
+	r.readJSON(&body)
+	demand(body.Now > 0, invalid("now is a positive number of unix seconds"))
 	at := syscall.NsecToTimeval(int64(body.Now * 1e9))
 	return map[string]any{"set": syscall.Settimeofday(&at) == nil}
 }

@@ -23,10 +23,8 @@ const maxTreeDepth = 4096 // beyond any path that the kernel takes
 // readTree looks through the whole tree first: what may not be read is told before the answer begins.
 func (a *agent) readTree(f fileCall) any {
 	folder := got(os.Stat(f.path))
-	if !folder.IsDir() {
-		check(syscall.ENOTDIR)
-	}
-	demandReadable(f.path, folder, false)
+	demand(folder.IsDir(), syscall.ENOTDIR)
+	demandReadable(f.path, folder)
 	f.keepAlive = false // whatever goes wrong from here on is told by a missing last chunk
 	f.send(f.head(200, "application/x-tar", -1, ""))
 	chunks := httputil.NewChunkedWriter(struct{ io.Writer }{f.link})
@@ -40,16 +38,14 @@ func (a *agent) readTree(f fileCall) any {
 	return nil
 }
 
-// demandReadable ends a call with what reading a tree would meet; all says that devices, sockets and pipes count.
-func demandReadable(p string, file fs.FileInfo, all bool) {
+// demandReadable ends a call with what reading a tree would meet.
+func demandReadable(p string, file fs.FileInfo) {
 	look := func(full, _ string, file fs.FileInfo) {
 		doing("read", full, func() {
-			switch kind := kindOf(file); {
-			case kind == "other" && all:
-				demandRegular(file)
-			case kind == "file":
+			switch kindOf(file) {
+			case "file":
 				check(access(full, mayRead))
-			case kind == "directory":
+			case "directory":
 				check(access(full, mayRead|mayExecute)) // names alone do not make a copy
 			}
 		})
@@ -100,15 +96,14 @@ func (u *unpacker) unpack(p string, body io.Reader) {
 	u.root = got(os.OpenRoot(p))
 	defer u.root.Close()
 	archive := tar.NewReader(body)
-	for {
-		header, err := archive.Next()
-		if err == io.EOF {
-			break
-		}
+	for header, err := archive.Next(); err != io.EOF; header, err = archive.Next() {
 		if err == nil {
 			err = attempt(func() { u.entry(header, archive) })
 		}
-		check(treeError(err))
+		if problem := asAPIError(err); err != nil && problem.Code == "internal" && problem.Errno == 0 { // not the disk's
+			err = invalid("the body is not a tar archive of files, folders and links: %s", err)
+		}
+		check(err)
 	}
 	slices.Reverse(u.folders) // a folder's mode may forbid writing: last, and the innermost first
 	for _, header := range u.folders {
@@ -116,36 +111,19 @@ func (u *unpacker) unpack(p string, body io.Reader) {
 	}
 }
 
-// treeError tells a broken archive from a broken disk.
-func treeError(err error) error {
-	var number syscall.Errno
-	var known *apiError
-	switch {
-	case err == nil || errors.As(err, &number) || errors.As(err, &known):
-		return err
-	case errors.Is(err, io.ErrUnexpectedEOF):
-		return errIncomplete
-	}
-	return invalid("the body is not a tar archive of files, folders and links: %s", err)
-}
-
 func (u *unpacker) entry(header *tar.Header, data io.Reader) {
 	name := path.Clean(header.Name)
 	if name == "." {
 		return
 	}
-	if !fs.ValidPath(strings.ToValidUTF8(name, "?")) {
-		check(invalid("the entry %s would leave the folder", header.Name))
-	}
+	demand(fs.ValidPath(strings.ToValidUTF8(name, "?")), invalid("the entry %s would leave the folder", header.Name))
 	if u.parents(path.Dir(name)); header.Typeflag == tar.TypeDir {
 		u.folders = append(u.folders, &tar.Header{Name: name, Mode: header.Mode, ModTime: header.ModTime})
 		u.parents(name)
 		return
 	}
 	there, err := u.root.Lstat(name)
-	if err == nil && there.IsDir() {
-		check(fmt.Errorf("cannot replace %s: %w", name, syscall.EISDIR))
-	}
+	demand(err != nil || !there.IsDir(), fmt.Errorf("cannot replace %s: %w", name, syscall.EISDIR))
 	temporary := path.Join(path.Dir(name), fmt.Sprintf("%s%d-%d", temporaryNew, os.Getpid(), u.files))
 	defer u.root.Remove(temporary) // fails when all is well
 	switch u.files++; header.Typeflag {
@@ -192,13 +170,16 @@ func moveAcross(who *user, from, to string, overwrite bool) {
 		check(syscall.EEXIST)
 	}
 	file := got(os.Lstat(from))
-	demandReadable(from, file, true)
+	demandReadable(from, file)
 	folder, temporary := path.Dir(to), temporaryNew+rand.Text()
 	defer os.RemoveAll(path.Join(folder, temporary)) // gone by then when all is well
 	reader, writer := io.Pipe()
 	go func() {
 		archive := tar.NewWriter(writer)
-		add := func(full, name string, file fs.FileInfo) { pack(archive, full, name, file) }
+		add := func(full, name string, file fs.FileInfo) {
+			demand(kindOf(file) != "other", fail(409, "file_kind_unsupported", "%s is a device, socket or pipe", full))
+			pack(archive, full, name, file)
+		}
 		writer.CloseWithError(attempt(func() {
 			who.run(func() {
 				if add(from, temporary, file); file.IsDir() {

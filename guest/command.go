@@ -2,6 +2,7 @@ package main
 
 import (
 	"cmp"
+	"log"
 	"maps"
 	"slices"
 	"sync"
@@ -51,10 +52,9 @@ type command struct {
 func (c *command) record() map[string]any {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	stdin, _ := c.stdin.offsets()
 	r := map[string]any{
 		"id": c.id, "pid": c.pid, "status": "running", "exit_code": nil, "signal": nil, "limit": nil, "reason": "",
-		"duration_s": elapsed(c.started, now()), "stdin_bytes": stdin, "stdout_bytes": c.out[0].written, "stderr_bytes": 0, "output_path": nil,
+		"duration_s": elapsed(c.started, now()), "stdin_bytes": c.stdin.accepted, "stdout_bytes": c.out[0].written, "stderr_bytes": 0, "output_path": nil,
 	}
 	if len(c.out) > 1 {
 		r["stderr_bytes"] = c.out[1].written
@@ -95,7 +95,7 @@ func (c *command) exited(status syscall.WaitStatus) {
 	if c.deadline != nil {
 		c.deadline.Stop()
 	}
-	c.stdin.abandon()
+	c.stdin.shut()
 	for _, s := range c.out {
 		s.atExit, s.giveUp = s.written, c.exitedAt.Add(drainTime)
 		s.file.SetReadDeadline(c.exitedAt.Add(quietTime))
@@ -130,7 +130,9 @@ func (c *command) kill(why cause) error {
 	c.endIfDone()
 	c.mu.Unlock()
 	if left > 0 {
-		return fail(500, "internal", "%d processes of command %s are left after %s", left, c.id, killTime)
+		err := fail(500, "internal", "%d processes of command %s are left after %s", left, c.id, killTime)
+		log.Print(err) // a timeout has nobody to tell
+		return err
 	}
 	if why.signal == syscall.SIGKILL {
 		select { // its end is told a moment after its processes are gone
@@ -141,10 +143,8 @@ func (c *command) kill(why cause) error {
 	return nil
 }
 
-// release is called by each holder of the rings' memory when it is done with it.
+// release is called by each holder of the rings' memory when it is done with it, under the lock.
 func (c *command) release() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	if c.holders--; c.holders == 0 {
 		for _, s := range c.out {
 			giveBlock(s.ring, s.written)
@@ -170,18 +170,11 @@ func (a *agent) allCommands() []*command {
 	return slices.SortedFunc(maps.Values(a.commands), func(x, y *command) int { return cmp.Compare(x.id, y.id) })
 }
 
-// find gives nil for an id that no command has.
-func (a *agent) find(id string) *command {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.commands[id]
-}
-
 func (a *agent) command(id string) *command {
-	c := a.find(id)
-	if c == nil {
-		check(fail(404, "command_not_found", "no command has the id %s", id))
-	}
+	a.mu.Lock()
+	c := a.commands[id]
+	a.mu.Unlock()
+	demand(c != nil, fail(404, "command_not_found", "no command has the id %s", id))
 	return c
 }
 
@@ -197,9 +190,7 @@ func (a *agent) getCommand(r *request) any { return a.command(r.id).record() }
 
 func (a *agent) deleteCommand(r *request) any {
 	c := a.command(r.id)
-	if !c.hasEnded() {
-		check(fail(409, "invalid", "command %s has not ended", c.id))
-	}
+	demand(c.hasEnded(), fail(409, "invalid", "command %s has not ended", c.id))
 	a.mu.Lock()
 	present := a.commands[c.id] == c
 	delete(a.commands, c.id)
@@ -207,6 +198,8 @@ func (a *agent) deleteCommand(r *request) any {
 		delete(a.leaders, c.pid)
 	}
 	a.mu.Unlock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	if present {
 		c.release()
 	}
@@ -224,9 +217,8 @@ func (a *agent) killCommand(r *request) any {
 		Signal int
 		Reason string
 	}{Signal: int(syscall.SIGKILL)}
-	if r.readJSON(&body); body.Signal < 1 || body.Signal > 64 {
-		check(invalid("signal is 1 to 64"))
-	}
+	r.readJSON(&body)
+	demand(body.Signal >= 1 && body.Signal <= 64, invalid("signal is 1 to 64"))
 	c := a.command(r.id)
 	check(c.kill(cause{syscall.Signal(body.Signal), "killed", body.Reason}))
 	return c.record()

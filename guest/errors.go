@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 	"syscall"
 )
@@ -64,12 +63,18 @@ func asAPIError(err error) *apiError {
 	return e
 }
 
-// failure carries an error out of a call: check throws it, attempt catches it. Nothing else is thrown on purpose.
+// failure carries an error out of a call: check, demand and got throw it, attempt catches it. Nothing else is thrown on purpose.
 type failure struct{ error }
 
 func check(err error) {
 	if err != nil {
 		panic(failure{err})
+	}
+}
+
+func demand(fulfilled bool, problem error) {
+	if !fulfilled {
+		check(problem)
 	}
 }
 
@@ -100,10 +105,4 @@ func doing(verb, path string, work func()) {
 		err = asAPIError(fmt.Errorf("cannot %s %s: %w", verb, path, number))
 	}
 	check(err)
-}
-
-func warn(err error) {
-	if err != nil {
-		fmt.Fprintf(os.Stderr, "cpuos-agent: %v\n", err)
-	}
 }

@@ -1,11 +1,9 @@
 package main
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/base64"
 	"errors"
-	"fmt"
 	"io"
 	"io/fs"
 	"os"
@@ -73,16 +71,6 @@ func kindOf(file fs.FileInfo) string {
 	return "other"
 }
 
-// demandRegular ends a call that serves files alone.
-func demandRegular(file fs.FileInfo) {
-	switch kindOf(file) {
-	case "directory":
-		check(syscall.EISDIR)
-	case "other":
-		check(fail(409, "file_kind_unsupported", "%s is a device, socket or pipe", file.Name()))
-	}
-}
-
 // below counts a relative path from a folder. Only a path without ".." is tidied: the kernel alone knows where the parent
 // of a link is.
 func below(folder, p string) string {
@@ -105,9 +93,7 @@ func access(p string, mode uint32) error {
 // filePath reads a path of a file call.
 func (r *request) filePath(name string) string {
 	p := r.query.Get(name)
-	if p == "" || strings.Contains(p, "\x00") {
-		check(fail(422, "file_name_invalid", "%s is empty or has a zero byte", name))
-	}
+	demand(p != "" && !strings.Contains(p, "\x00"), fail(422, "file_name_invalid", "%s is empty or has a zero byte", name))
 	return below(workFolder, p)
 }
 
@@ -137,31 +123,8 @@ func asUser(verb string, call func(a *agent, f fileCall) any) handler {
 
 func (r *request) mode() int64 {
 	mode := r.number("mode", -1, 8)
-	if mode > 0o7777 {
-		check(invalid("mode is octal, up to 7777"))
-	}
+	demand(mode <= 0o7777, invalid("mode is octal, up to 7777"))
 	return mode
-}
-
-func (a *agent) readFile(f fileCall) any {
-	offset, length := f.number("offset", 0, 10), f.number("length", 1<<62, 10)
-	var file *os.File
-	f.who.run(func() {
-		demandRegular(got(os.Stat(f.path))) // before the open, as opening a device may do something
-		file = got(os.OpenFile(f.path, os.O_RDONLY|syscall.O_NONBLOCK|syscall.O_NOCTTY, 0))
-	})
-	defer file.Close()
-	now := got(file.Stat())
-	demandRegular(now)
-	size, content := now.Size(), io.ReaderAt(file)
-	if size == 0 { // the kernel's own files have no size, only content
-		data, _ := io.ReadAll(io.LimitReader(file, 4<<20))
-		size, content = int64(len(data)), bytes.NewReader(data)
-	}
-	length = min(length, max(0, size-offset))
-	f.send(f.head(200, "application/octet-stream", length, fmt.Sprintf("X-File-Size: %d\r\n", size)))
-	f.sendFile(io.NewSectionReader(content, offset, length))
-	return nil
 }
 
 func (a *agent) statFile(f fileCall) any { return a.seen(f.path, f.flag("follow", false)) }
@@ -177,21 +140,15 @@ func (a *agent) seen(p string, follow bool) fileInfo {
 
 func (a *agent) listFiles(f fileCall) any {
 	depth := f.number("depth", 1, 10)
-	if depth < 1 || depth > maxListDepth {
-		check(invalid("depth is 1 to %d", maxListDepth))
-	}
+	demand(depth >= 1 && depth <= maxListDepth, invalid("depth is 1 to %d", maxListDepth))
 	entries := []fileInfo{}
 	err := attempt(func() {
 		walk(f.path, "", int(depth), func(full, _ string, file fs.FileInfo) {
-			if len(entries) == maxEntries {
-				check(errTooMany)
-			}
+			demand(len(entries) < maxEntries, errTooMany)
 			entries = append(entries, a.info(full, file))
 		})
 	})
-	if !errors.Is(err, errTooMany) {
-		check(err)
-	}
+	demand(errors.Is(err, errTooMany), err)
 	slices.SortFunc(entries, func(x, y fileInfo) int { return cmp.Compare(x.sortKey, y.sortKey) })
 	return map[string]any{"entries": entries, "truncated": err != nil}
 }
@@ -212,9 +169,7 @@ func walk(folder, name string, depth int, visit func(full, name string, file fs.
 	check(err)
 	defer dir.Close()
 	entries, err := dir.ReadDir(5 * maxEntries)
-	if err != io.EOF {
-		check(err)
-	}
+	demand(err == io.EOF, err)
 	slices.SortFunc(entries, func(x, y fs.DirEntry) int { return strings.Compare(x.Name(), y.Name()) })
 	for _, entry := range entries {
 		file, err := entry.Info()
@@ -227,9 +182,7 @@ func walk(folder, name string, depth int, visit func(full, name string, file fs.
 			walk(full, below, depth-1, visit)
 		}
 	}
-	if len(entries) == 5*maxEntries {
-		check(errTooMany)
-	}
+	demand(len(entries) < 5*maxEntries, errTooMany)
 }
 
 func (a *agent) makeFolder(f fileCall) any {

@@ -68,7 +68,7 @@ func TestQueryIsBytes(t *testing.T) {
 
 func TestUserTable(t *testing.T) {
 	folder := t.TempDir()
-	table := &userTable{folder: folder, files: map[string]cachedFile{}}
+	table := &userTable{folder: folder}
 	if attempt(func() { table.find("user") }) == nil {
 		t.Fatal("found a user in no table")
 	}
@@ -90,22 +90,23 @@ func TestUserTable(t *testing.T) {
 func TestStdinQueueSkipsRepeats(t *testing.T) {
 	reader, writer, err := os.Pipe()
 	must(t, err)
-	q := &stdinQueue{file: writer, notify: make(chan struct{}, 1)}
-	q.put(0, []byte("hello "))
-	q.put(3, []byte("lo world"))
-	q.put(0, []byte("hello"))
-	for _, bad := range []func(){func() { q.put(100, []byte("x")) }, func() { q.put(11, make([]byte, stdinBytes+1)) }} {
+	c := &command{stdin: &stdinQueue{file: writer}, wake: make(chan struct{}, 1)}
+	put := func(offset uint64, data []byte) { c.takeStdin(offset, data, false) }
+	put(0, []byte("hello "))
+	put(3, []byte("lo world"))
+	put(0, []byte("hello"))
+	for _, bad := range []func(){func() { put(100, []byte("x")) }, func() { put(11, make([]byte, stdinBytes+1)) }} {
 		if attempt(bad) == nil {
 			t.Fatal("a gap or too much was taken")
 		}
 	}
-	q.finish()
+	c.takeStdin(0, nil, true)
 	var got bytes.Buffer
 	got.ReadFrom(reader)
 	if got.String() != "hello world" {
 		t.Fatalf("%q", got.String())
 	}
-	if accepted, _ := q.offsets(); accepted != 11 {
-		t.Fatal(accepted)
+	if c.stdin.accepted != 11 {
+		t.Fatal(c.stdin.accepted)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"math"
 	"net"
 	"net/http"
@@ -44,26 +45,24 @@ type link struct {
 // request is one call; reading it gives its body.
 type request struct {
 	link
-	method, path, id       string // id: of the command, or the port, that the path names
-	query                  url.Values
-	authorization, upgrade string
-	body                   io.Reader
-	remaining              int64 // bytes of the body not yet read; negative: unknown
-	expects, bodyEnd       bool
-	keepAlive, answered    bool
+	*http.Request
+	id                           string // of the command, or the port, that the path names
+	query                        url.Values
+	remaining                    int64 // bytes of the body not yet read; negative: unknown
+	bodyEnd, keepAlive, answered bool
 }
 
+// serveConn serves a connection that is among the agent's, until one side is done with it.
 func (a *agent) serveConn(tcp *net.TCPConn) {
-	defer tcp.Close()
 	defer func() {
 		if fault := recover(); fault != nil {
-			warn(fmt.Errorf("fault in a call: %v", fault))
+			log.Print("fault in a call: ", fault)
 		}
+		tcp.Close()
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		delete(a.conns, tcp)
 	}()
-	if !a.remember(tcp) {
-		return
-	}
-	defer a.forget(tcp)
 	limit := &io.LimitedReader{R: tcp}
 	l := link{tcp, limit, bufio.NewReaderSize(limit, 4096)}
 	for l.serveNext(a) {
@@ -84,11 +83,11 @@ func (l link) serveNext(a *agent) bool {
 			r.reply(200, answer)
 		}
 	})
-	if err != nil && !r.answered {
+	if err != nil {
 		problem := asAPIError(err)
-		r.keepAlive = attempt(func() { r.reply(problem.status, problem) }) == nil && r.keepAlive
-	} else if err != nil {
-		return false
+		if r.answered || attempt(func() { r.reply(problem.status, problem) }) != nil {
+			return false
+		}
 	}
 	if !r.bodyEnd { // let the peer read the answer first: closing on unread bytes would reset the connection
 		l.CloseWrite()
@@ -102,14 +101,9 @@ func (r *request) readHead() {
 	r.SetReadDeadline(now().Add(headTime))
 	head, err := http.ReadRequest(r.in)
 	r.limit.N = math.MaxInt64
-	if err != nil || !head.ProtoAtLeast(1, 1) {
-		check(errHead)
-	}
-	r.method, r.path, r.query = head.Method, head.URL.Path, parseQuery(head.URL.RawQuery)
-	r.authorization, r.upgrade = head.Header.Get("Authorization"), head.Header.Get("Upgrade")
-	r.body, r.remaining, r.bodyEnd = head.Body, head.ContentLength, head.Body == http.NoBody
-	r.expects = strings.EqualFold(head.Header.Get("Expect"), "100-continue")
-	r.keepAlive = !head.Close
+	demand(err == nil && head.ProtoAtLeast(1, 1), errHead)
+	r.Request, r.query = head, parseQuery(head.URL.RawQuery)
+	r.remaining, r.bodyEnd, r.keepAlive = head.ContentLength, head.Body == http.NoBody, !head.Close
 }
 
 // parseQuery decodes percent-encoded bytes; a plus is a plus.
@@ -120,47 +114,40 @@ func parseQuery(text string) url.Values {
 			err = errHead
 		}
 	}
-	if err != nil {
-		check(errHead)
-	}
+	demand(err == nil, errHead)
 	return query
 }
 
-func parseNumber(text string, base int, problem *apiError) int64 {
-	n, err := strconv.ParseUint(text, base, 62)
-	if err != nil {
-		check(problem)
+// parameter reads one of the query.
+func parameter[T any](r *request, name string, standard T, parse func(text string) (T, error)) T {
+	if !r.query.Has(name) {
+		return standard
 	}
-	return int64(n)
+	value, err := parse(r.query.Get(name))
+	demand(err == nil, invalid("%s cannot be %s", name, r.query.Get(name)))
+	return value
 }
 
-// flag reads a true/false parameter.
 func (r *request) flag(name string, standard bool) bool {
-	switch value := r.query.Get(name); {
-	case value == "true", value == "false":
-		return value == "true"
-	case r.query.Has(name):
-		check(invalid("%s is true or false", name))
-	}
-	return standard
+	return parameter(r, name, standard, strconv.ParseBool)
 }
 
-// number reads an unsigned parameter in the given base.
+// number reads an unsigned one.
 func (r *request) number(name string, standard int64, base int) int64 {
-	if value := r.query.Get(name); r.query.Has(name) {
-		return parseNumber(value, base, invalid("%s is not a number: %s", name, value))
-	}
-	return standard
+	return parameter(r, name, standard, func(text string) (int64, error) {
+		n, err := strconv.ParseUint(text, base, 62)
+		return int64(n), err
+	})
 }
 
 // Read gives the body. Its early end is errIncomplete, never io.EOF.
 func (r *request) Read(p []byte) (n int, err error) {
 	r.SetReadDeadline(now().Add(stallTime))
-	if r.expects {
-		r.expects = false
+	if r.Header.Get("Expect") == "100-continue" {
+		r.Header.Del("Expect")
 		r.send([]byte("HTTP/1.1 100 Continue\r\n\r\n"))
 	}
-	n, err = r.body.Read(p)
+	n, err = r.Body.Read(p)
 	r.remaining -= int64(n)
 	if r.bodyEnd = r.bodyEnd || err == io.EOF; err != nil && err != io.EOF {
 		err = errIncomplete
@@ -171,9 +158,7 @@ func (r *request) Read(p []byte) (n int, err error) {
 // readJSON decodes a bounded body.
 func (r *request) readJSON(into any) {
 	body := got(io.ReadAll(io.LimitReader(r, jsonBytes+1)))
-	if len(body) > jsonBytes {
-		check(invalid("the body is over %d bytes", jsonBytes))
-	}
+	demand(len(body) <= jsonBytes, invalid("the body is over %d bytes", jsonBytes))
 	if err := json.Unmarshal(body, into); err != nil {
 		check(invalid("the body is not the JSON of this call: %s", err))
 	}
@@ -198,19 +183,17 @@ func (r *request) reply(status int, body any) {
 	r.send(r.head(status, "application/json", int64(len(data)), ""), data)
 }
 
-// upgradeHead accepts the one protocol that a call can speak, or refuses any other.
 func (r *request) demandUpgrade(protocol string) {
-	if r.upgrade != protocol {
-		check(invalid("this call needs Upgrade: %s", protocol))
-	}
+	demand(r.Header.Get("Upgrade") == protocol, invalid("this call needs Upgrade: %s", protocol))
 }
 
 func (r *request) upgradeHead() []byte {
 	r.answered, r.keepAlive = true, false
 	r.SetReadDeadline(never)
-	return []byte("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + r.upgrade + "\r\n\r\n")
+	return []byte("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + r.Header.Get("Upgrade") + "\r\n\r\n")
 }
 
+// Write sends, as send does, for those who want a writer.
 func (l link) Write(p []byte) (int, error) { return len(p), attempt(func() { l.send(p) }) }
 
 func (l link) send(parts ...[]byte) {

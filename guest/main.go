@@ -6,6 +6,7 @@ import (
 	"encoding/base64"
 	"flag"
 	"fmt"
+	"log"
 	"net"
 	"os"
 	"os/signal"
@@ -27,6 +28,8 @@ const (
 )
 
 func main() {
+	log.SetFlags(0)
+	log.SetPrefix("cpuos-agent: ")
 	sandbox := flag.String("sandbox", "", "id of this sandbox")
 	nodeKey := flag.String("node-key", "", "base64 of the node's Ed25519 public key")
 	listen := flag.String("listen", "", "for tests: serve this loopback address, and say it on stdout")
@@ -34,32 +37,25 @@ func main() {
 	flag.Parse()
 	key, err := base64.StdEncoding.DecodeString(*nodeKey)
 	if err != nil || len(key) != ed25519.PublicKeySize || *sandbox == "" {
-		fatal("usage: cpuos-agent --sandbox ID --node-key BASE64", err)
+		log.Fatal("usage: cpuos-agent --sandbox ID --node-key BASE64")
 	}
+	beLean()
+	beInit()
+	reserveThreads()
 	address, peer := guestAddress, net.ParseIP(hostAddress)
 	if *listen != "" {
 		address, peer = *listen, net.IPv4(127, 0, 0, 1)
 	}
 	listener, err := bind(address)
 	if err != nil {
-		fatal("cannot listen on "+address, err)
+		log.Fatal("cannot listen on ", address, ": ", err)
 	}
 	if *listen != "" {
 		fmt.Println(listener.Addr())
 	}
 	a := newAgent(*sandbox, key, *userTable)
 	go a.children.loop()
-	a.prepare = sync.OnceFunc(func() {
-		beLean()
-		beInit()
-		reserveThreads()
-	})
 	a.accept(listener, peer)
-}
-
-func fatal(text string, err error) {
-	warn(fmt.Errorf("%s: %w", text, err))
-	os.Exit(2)
 }
 
 // beLean trades some of Go's speed for memory: every idle sandbox holds one agent.

@@ -18,10 +18,6 @@ type reaper struct {
 	born    chan os.Signal
 }
 
-func newReaper() *reaper {
-	return &reaper{waiters: map[int]func(syscall.WaitStatus){}, born: make(chan os.Signal, 1)}
-}
-
 // spawn starts a program; ended is called once, from the reaper, and must not block.
 func (p *reaper) spawn(path string, argv []string, attributes *syscall.ProcAttr, ended func(syscall.WaitStatus)) (int, error) {
 	p.mu.Lock()
@@ -30,10 +26,7 @@ func (p *reaper) spawn(path string, argv []string, attributes *syscall.ProcAttr,
 	if err == nil {
 		p.waiters[pid] = ended
 	}
-	select {
-	case p.born <- nil:
-	default:
-	}
+	poke(p.born)
 	return pid, err
 }
 

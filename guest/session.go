@@ -16,74 +16,70 @@ const (
 // session streams one command over one upgraded connection. A newer session of the same command ends an older one.
 type session struct {
 	link
-	c    *command
-	sent [2]uint64
-	held []byte        // of the beginning, not yet sent
-	gone chan struct{} // closed when the host's side of the connection ended
+	c         *command
+	sent      [2]uint64     // offsets of its output; those before the first are acknowledged
+	stdinTold uint64        // offset that was acknowledged to the host
+	held      []byte        // of the beginning, not yet sent
+	gone      chan struct{} // closed when the host's side of the connection ended
 }
 
-// stream runs a session from these offsets, which acknowledge all before them.
+// stream runs a session from these offsets.
 func (c *command) stream(r *request, offsets [2]uint64) {
 	r.demandUpgrade(framesProtocol)
 	s := &session{link: r.link, c: c, sent: offsets, gone: make(chan struct{})}
-	accepted, _ := c.stdin.offsets()
-	started := encodeFrame(frameStarted, 0, fmt.Appendf(nil, `{"pid":%d,"stdin":%d}`, c.pid, accepted))
-	gaps := s.begin(offsets)
+	opening := s.begin()
 	defer s.leave()
-	s.held = slices.Concat(r.upgradeHead(), started, gaps)
+	s.held = append(r.upgradeHead(), opening...)
 	go s.listen()
-	err := attempt(func() { s.run(accepted) })
+	err := attempt(s.run)
 	s.CloseWrite() // the host may still be sending acknowledgements: a close would reset the connection
 	s.SetReadDeadline(now().Add(keepaliveTime))
 	<-s.gone
 	check(err)
 }
 
-// begin takes the command over, and gives the frames that tell of gaps.
-func (s *session) begin(offsets [2]uint64) (gaps []byte) {
-	s.c.mu.Lock()
-	defer s.c.mu.Unlock()
-	for i, out := range s.c.out {
-		if offsets[i] > out.written {
-			check(invalid("%s has no offset %d: it ends at %d", out.name, offsets[i], out.written))
-		}
-		if offsets[i] < out.acked {
-			gap := fmt.Appendf(nil, `{"stream":"%s","from":%d,"to":%d}`, out.name, offsets[i], out.acked)
-			gaps = append(gaps, encodeFrame(frameGap, offsets[i], gap)...)
+// begin takes the command over, and gives the first frames.
+func (s *session) begin() []byte {
+	c := s.c
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	frames := encodeFrame(frameStarted, 0, fmt.Appendf(nil, `{"pid":%d,"stdin":%d}`, c.pid, c.stdin.accepted))
+	for i, out := range c.out {
+		from := s.sent[i]
+		demand(from <= out.written, invalid("%s has no offset %d: it ends at %d", out.name, from, out.written))
+		if from < out.acked {
+			gap := fmt.Appendf(nil, `{"stream":"%s","from":%d,"to":%d}`, out.name, from, out.acked)
+			frames = append(frames, encodeFrame(frameGap, from, gap)...)
 			s.sent[i] = out.acked
 		}
 	}
-	for i, out := range s.c.out {
-		out.acknowledge(offsets[i])
+	for i, out := range c.out {
+		out.acknowledge(s.sent[i])
 	}
-	if s.c.session != nil {
-		cut(s.c.session.TCPConn)
+	if c.session != nil {
+		cut(c.session.TCPConn)
 	}
-	s.c.session = s
-	s.c.holders++
-	return gaps
+	c.session, s.stdinTold = s, c.stdin.accepted
+	c.holders++
+	return frames
 }
 
 func (s *session) leave() {
 	s.c.mu.Lock()
+	defer s.c.mu.Unlock()
 	if s.c.session == s {
 		s.c.session = nil
 	}
-	s.c.mu.Unlock()
 	poke(s.c.wake) // what this session took may have been meant for a newer one
 	s.c.release()
 }
 
-func (s *session) run(stdinTold uint64) {
+func (s *session) run() {
 	for turn := 0; ; turn++ {
-		out, data, offset, ended := s.next(turn)
-		_, written := s.c.stdin.offsets()
+		frame, ended := s.next(turn)
 		switch {
-		case data != nil:
-			s.put(frameHeader(out.kind, len(data), offset), data)
-		case written > stdinTold:
-			stdinTold = written
-			s.put(encodeFrame(frameAck, 0, fmt.Appendf(nil, `{"stdin":%d}`, written)))
+		case frame != nil:
+			s.put(frame...)
 		case ended:
 			s.put(encodeFrame(frameEnded, 0, got(json.Marshal(s.c.record()))))
 			return
@@ -109,26 +105,31 @@ func (s *session) run(stdinTold uint64) {
 // put sends what was held back, and these parts behind it.
 func (s *session) put(parts ...[]byte) {
 	if s.held != nil {
-		parts = append([][]byte{s.held}, parts...)
+		parts = slices.Insert(parts, 0, s.held)
 		s.held = nil
 	}
 	s.send(parts...)
 }
 
-// next finds unsent output, of each stream in turn; ended is true when there is none and none will come.
-func (s *session) next(turn int) (out *stream, data []byte, offset uint64, ended bool) {
-	s.c.mu.Lock()
-	defer s.c.mu.Unlock()
-	for i := range s.c.out {
-		which := (turn + i) % len(s.c.out)
-		out = s.c.out[which]
-		if offset = s.sent[which]; offset < out.written {
-			data = out.unsent(offset)
+// next gives the frame that is due: output, of each stream in turn, then how far stdin has come. ended says that none is
+// and none will be.
+func (s *session) next(turn int) (frame [][]byte, ended bool) {
+	c := s.c
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range c.out {
+		which := (turn + i) % len(c.out)
+		if out, offset := c.out[which], s.sent[which]; offset < out.written {
+			data := out.unsent(offset)
 			s.sent[which] += uint64(len(data))
-			return out, data, offset, false
+			return [][]byte{frameHeader(out.kind, len(data), offset), data}, false
 		}
 	}
-	return nil, nil, 0, s.c.hasEnded() && s.c.session == s
+	if c.stdin.written > s.stdinTold {
+		s.stdinTold = c.stdin.written
+		return [][]byte{encodeFrame(frameAck, 0, fmt.Appendf(nil, `{"stdin":%d}`, s.stdinTold))}, false
+	}
+	return nil, c.hasEnded() && c.session == s
 }
 
 // listen takes the host's frames until its side of the connection ends.
@@ -155,9 +156,9 @@ func (s *session) take(f frame) {
 	}
 	switch f.kind {
 	case frameStdin:
-		s.c.stdin.put(f.offset, f.payload)
+		s.c.takeStdin(f.offset, f.payload, false)
 	case frameStdinEnd:
-		s.c.stdin.finish()
+		s.c.takeStdin(0, nil, true)
 	case frameAck:
 		s.c.mu.Lock()
 		defer s.c.mu.Unlock()
@@ -169,9 +170,7 @@ func (s *session) take(f frame) {
 			resizePty(s.c.stdin.file, windowSize{body.Cols, body.Rows})
 		}
 	case frameKill:
-		if body.Signal < 1 || body.Signal > 64 {
-			check(errFrame)
-		}
-		go func() { warn(s.c.kill(cause{syscall.Signal(body.Signal), "killed", body.Reason})) }()
+		demand(body.Signal >= 1 && body.Signal <= 64, errFrame)
+		go s.c.kill(cause{syscall.Signal(body.Signal), "killed", body.Reason})
 	}
 }

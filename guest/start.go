@@ -7,9 +7,12 @@ import (
 	"maps"
 	"os"
 	"regexp"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -34,9 +37,7 @@ func (a *agent) startCommand(r *request) any {
 	start := commandStart{Cwd: workFolder, User: "user", Stdin: "none"}
 	r.readJSON(&start)
 	id := r.query.Get("id")
-	if !commandID.MatchString(id) {
-		check(invalid("id is 16 of a-z and 0-9"))
-	}
+	demand(commandID.MatchString(id), invalid("id is 16 of a-z and 0-9"))
 	if start.Attach {
 		r.demandUpgrade(framesProtocol)
 	}
@@ -62,9 +63,7 @@ func (a *agent) startOrFind(id string, start *commandStart) *command {
 	if c != nil {
 		return c
 	}
-	if held >= maxCommands {
-		check(fail(429, "limit_reached", "%d commands are held; delete ended ones", maxCommands))
-	}
+	demand(held < maxCommands, fail(429, "limit_reached", "%d commands are held; delete ended ones", maxCommands))
 	c = &command{id: id, agent: a, wake: make(chan struct{}, 1), done: make(chan struct{}), holders: 1}
 	c.start(start)
 	return c
@@ -75,9 +74,8 @@ func (c *command) start(start *commandStart) {
 	if start.Command != nil {
 		argv = []string{"/bin/bash", "-c", *start.Command}
 	}
-	if len(argv) == 0 || (start.Command != nil && start.Argv != nil) || (start.Stdin != "none" && start.Stdin != "open") {
-		check(invalid("give one of argv and command, and stdin none or open"))
-	}
+	plain := len(argv) > 0 && (start.Command == nil || start.Argv == nil) && (start.Stdin == "none" || start.Stdin == "open")
+	demand(plain, invalid("give one of argv and command, and stdin none or open"))
 	who := c.agent.users.find(start.User)
 	env := c.environment(start, who)
 	attributes := &syscall.ProcAttr{Dir: below(workFolder, start.Cwd), Sys: &syscall.SysProcAttr{Setsid: true, Setctty: start.Pty != nil}}
@@ -98,7 +96,7 @@ func (c *command) start(start *commandStart) {
 			}
 		}
 		if c.pid == 0 && c.stdin != nil {
-			c.stdin.abandon()
+			c.stdin.shut()
 		}
 	}()
 	var program string
@@ -138,7 +136,7 @@ func (c *command) openPipes(start *commandStart, attributes *syscall.ProcAttr) {
 	} else {
 		fd = got(syscall.Open("/dev/null", syscall.O_RDONLY|syscall.O_CLOEXEC, 0))
 	}
-	c.stdin = &stdinQueue{notify: c.wake, file: input, closed: input == nil}
+	c.stdin = &stdinQueue{file: input, closed: input == nil}
 	attributes.Files = append(attributes.Files, uintptr(fd))
 	for i, name := range []string{"stdout", "stderr"} {
 		output, fd := makePipe(true)
@@ -150,10 +148,55 @@ func (c *command) openPipes(start *commandStart, attributes *syscall.ProcAttr) {
 // openTerminal makes a terminal all three.
 func (c *command) openTerminal(start *commandStart, who *user, attributes *syscall.ProcAttr) {
 	master, slave := openPty(who, *start.Pty)
-	c.stdin = &stdinQueue{notify: c.wake, file: master, pty: true}
+	c.stdin = &stdinQueue{file: master, pty: true}
 	c.out = []*stream{newStream("stdout", frameStdout, master)}
 	for fd := slave; len(attributes.Files) < 3; fd = got(syscall.Dup(slave)) {
 		attributes.Files = append(attributes.Files, uintptr(fd))
+	}
+}
+
+// makePipe gives a polled, non-blocking end for the agent and an ordinary one for the program.
+func makePipe(agentReads bool) (agent *os.File, program int) {
+	var p [2]int
+	check(syscall.Pipe2(p[:], syscall.O_CLOEXEC))
+	if !agentReads {
+		p[0], p[1] = p[1], p[0]
+	}
+	unix.FcntlInt(uintptr(p[0]), unix.F_SETPIPE_SZ, pipeBytes) // only for speed: refused where the kernel's limit is lower
+	syscall.SetNonblock(p[0], true)
+	return os.NewFile(uintptr(p[0]), "pipe"), p[1]
+}
+
+// openPty makes a terminal whose program side belongs to the user.
+func openPty(who *user, size windowSize) (master *os.File, slave int) {
+	fd := got(syscall.Open("/dev/ptmx", syscall.O_RDWR|syscall.O_NOCTTY|syscall.O_CLOEXEC|syscall.O_NONBLOCK, 0))
+	master = os.NewFile(uintptr(fd), "pty")
+	err := attempt(func() {
+		check(unix.IoctlSetPointerInt(fd, unix.TIOCSPTLCK, 0))
+		number := got(unix.IoctlGetInt(fd, unix.TIOCGPTN))
+		resizePty(master, size)
+		slave = got(syscall.Open("/dev/pts/"+strconv.Itoa(number), syscall.O_RDWR|syscall.O_NOCTTY|syscall.O_CLOEXEC, 0))
+	})
+	if err != nil {
+		master.Close()
+		check(err)
+	}
+	syscall.Fchown(slave, int(who.uid), int(who.gid))
+	syscall.Fchmod(slave, 0o620)
+	return master, slave
+}
+
+type windowSize struct{ Cols, Rows uint16 }
+
+func resizePty(master *os.File, size windowSize) {
+	demand(min(size.Cols, size.Rows) >= 1 && max(size.Cols, size.Rows) <= 1000, invalid("a terminal has 1 to 1000 columns and rows"))
+	control(master, func(fd int) { unix.IoctlSetWinsize(fd, unix.TIOCSWINSZ, &unix.Winsize{Row: size.Rows, Col: size.Cols}) })
+}
+
+// control works on a descriptor that stays open meanwhile; on a closed file it does nothing.
+func control(file syscall.Conn, work func(fd int)) {
+	if raw, err := file.SyscallConn(); err == nil {
+		raw.Control(func(fd uintptr) { work(int(fd)) })
 	}
 }
 
@@ -178,9 +221,7 @@ func startError(program string, err error) error {
 func (u *user) findProgram(name, cwd, path string) string {
 	doing("work in", cwd, func() {
 		folder, err := os.Stat(cwd)
-		if err == nil && !folder.IsDir() || err != nil && !errors.Is(err, syscall.EACCES) {
-			check(fail(404, "cwd_not_found", "cannot work in %s: no such folder", cwd))
-		}
+		demand(errors.Is(err, syscall.EACCES) || err == nil && folder.IsDir(), fail(404, "cwd_not_found", "cannot work in %s: no such folder", cwd))
 		check(cmp.Or(err, access(cwd, mayExecute)))
 	})
 	candidates, problem := []string{name}, fail(404, "program_not_found", "cannot start %s: no such program", name)
@@ -211,7 +252,11 @@ func (c *command) environment(start *commandStart, who *user) map[string]string 
 	if start.Pty != nil {
 		env["TERM"] = "xterm-256color"
 	}
-	for line := range strings.Lines(c.agent.users.environment()) { // NAME=VALUE, perhaps with export and quotes
+	users := c.agent.users
+	users.mu.Lock()
+	text, _ := users.environment.read(users.folder + "/environment")
+	users.mu.Unlock()
+	for line := range strings.Lines(text) { // NAME=VALUE, perhaps with export and quotes
 		name, value, ok := strings.Cut(strings.TrimPrefix(strings.TrimSpace(line), "export "), "=")
 		if n := len(value); n >= 2 && (value[0] == '"' || value[0] == '\'') && value[n-1] == value[0] {
 			value = value[1 : n-1]

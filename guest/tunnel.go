@@ -17,32 +17,25 @@ const (
 	dialTime       = 2 * time.Second // to a server that is on this machine
 )
 
-// tunnel is the host's connection and one of a server inside, joined.
-type tunnel struct{ half atomic.Bool } // one side has ended
-
 // connectPort joins the call's connection to a server on the loopback: raw bytes both ways from the answer on.
 func (a *agent) connectPort(r *request) any {
-	problem := invalid("a port is 1 to 65535, and the call has no body")
-	port := parseNumber(r.id, 10, problem)
-	if port < 1 || port > 65535 || !r.bodyEnd {
-		check(problem)
-	}
-	if r.demandUpgrade(tunnelProtocol); port == int64(r.LocalAddr().(*net.TCPAddr).Port) {
-		check(fail(403, "port_forbidden", "port %d is the agent's own", port))
-	}
+	port, err := strconv.ParseUint(r.id, 10, 16)
+	demand(err == nil && port > 0 && r.bodyEnd, invalid("a port is 1 to 65535, and the call has no body"))
+	r.demandUpgrade(tunnelProtocol)
+	own := r.LocalAddr().(*net.TCPAddr).Port
+	demand(int(port) != own, fail(403, "port_forbidden", "port %d is the agent's own", port))
 	defer a.tunnels.Add(-1)
-	if a.tunnels.Add(1) > maxTunnels {
-		check(fail(429, "limit_reached", "%d tunnels are open, the most that may be", maxTunnels))
-	}
-	server := dialLoopback(strconv.Itoa(int(port)))
+	demand(a.tunnels.Add(1) <= maxTunnels, fail(429, "limit_reached", "%d tunnels are open, the most that may be", maxTunnels))
+	server := dialLoopback(r.id)
 	defer server.Close()
 	r.send(r.upgradeHead())
 	r.SetDeadline(never)
 	early := got(r.in.Peek(r.in.Buffered())) // what came along with the head
 	got(server.Write(early))
-	t, done := tunnel{}, make(chan error, 2)
-	go func() { done <- attempt(func() { t.relay(server, r.TCPConn) }) }()
-	go func() { done <- attempt(func() { t.relay(r.TCPConn, server) }) }()
+	var half atomic.Bool // one side has ended
+	done := make(chan error, 2)
+	go func() { done <- attempt(func() { relay(server, r.TCPConn, &half) }) }()
+	go func() { done <- attempt(func() { relay(r.TCPConn, server, &half) }) }()
 	for range cap(done) {
 		if err := <-done; err != nil { // no end but a fault: each side sees the difference
 			r.SetLinger(0)
@@ -60,9 +53,7 @@ func dialLoopback(port string) *net.TCPConn {
 	if err != nil {
 		server, err = dialer.Dial("tcp", net.JoinHostPort("::1", port))
 	}
-	if err != nil {
-		check(fail(404, "port_not_open", "nothing inside answers on port %s", port))
-	}
+	demand(err == nil, fail(404, "port_not_open", "nothing inside answers on port %s", port))
 	return server.(*net.TCPConn)
 }
 
@@ -70,10 +61,10 @@ var tunnelBuffers = sync.Pool{New: func() any { return new([tunnelBytes]byte) }}
 
 // relay copies until one side's end and passes it on. A buffer is held only while bytes are under way, as most tunnels are
 // idle. Once one side has ended, long silence of the other is an error: its peer may be gone.
-func (t *tunnel) relay(to, from *net.TCPConn) {
+func relay(to, from *net.TCPConn, half *atomic.Bool) {
 	raw := got(from.SyscallConn())
 	for n := 1; n > 0; {
-		if t.half.Load() {
+		if half.Load() {
 			from.SetReadDeadline(now().Add(idleTime))
 		}
 		var buffer *[tunnelBytes]byte
@@ -89,7 +80,7 @@ func (t *tunnel) relay(to, from *net.TCPConn) {
 		got(to.Write(buffer[:n]))
 		tunnelBuffers.Put(buffer)
 	}
-	t.half.Store(true)
+	half.Store(true)
 	to.SetReadDeadline(now().Add(idleTime))
 	check(to.CloseWrite())
 }

@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"errors"
-	"iter"
 	"os"
 	"runtime"
 	"strconv"
@@ -22,90 +21,75 @@ type user struct {
 
 // userTable reads files of the image itself: the programs inside may change them at any time.
 type userTable struct {
+	folder string
+
 	mu            sync.Mutex // guards the rest
-	folder        string
-	files         map[string]cachedFile
+	passwd, group imageFile
+	environment   imageFile
 	users         map[string]*user
 	names, gnames map[uint32]string
 }
 
-// cachedFile is a small file of the image, read again only when its identity or time changed.
-type cachedFile struct {
-	state [4]int64
-	text  string
+// imageFile is a small file of the image, read again only when its identity or time changed.
+type imageFile struct {
+	inode    uint64
+	size     int64
+	modified syscall.Timespec
+	text     string
 }
 
-// read gives a file's text, and whether it is another than before.
-func (t *userTable) read(name string) (text string, changed bool) {
+func (f *imageFile) read(path string) (text string, changed bool) {
 	var st syscall.Stat_t
-	syscall.Stat(t.folder+"/"+name, &st)
-	state := [4]int64{int64(st.Ino), st.Size, st.Mtim.Sec, int64(st.Mtim.Nsec)}
-	file, known := t.files[name]
-	if changed = !known || state != file.state; changed {
-		file = cachedFile{state: state}
+	syscall.Stat(path, &st)
+	if changed = f.inode != st.Ino || f.size != st.Size || f.modified != st.Mtim; changed {
+		*f = imageFile{st.Ino, st.Size, st.Mtim, ""}
 		if st.Mode&syscall.S_IFMT == syscall.S_IFREG && st.Size <= 1<<20 {
-			data, _ := os.ReadFile(t.folder + "/" + name)
-			file.text = string(data)
+			data, _ := os.ReadFile(path)
+			f.text = string(data)
 		}
-		t.files[name] = file
 	}
-	return file.text, changed
+	return f.text, changed
 }
 
+// load is called under the lock.
 func (t *userTable) load() {
-	passwd, changedUsers := t.read("passwd")
-	group, changedGroups := t.read("group")
+	passwd, changedUsers := t.passwd.read(t.folder + "/passwd")
+	group, changedGroups := t.group.read(t.folder + "/group")
 	if !changedUsers && !changedGroups {
 		return
 	}
 	t.users, t.names, t.gnames = map[string]*user{}, map[uint32]string{}, map[uint32]string{}
-	for f, uid := range tableLines(passwd, 7) {
+	for line := range strings.Lines(passwd) {
+		f := strings.Split(strings.TrimRight(line, "\n"), ":")
+		if len(f) < 7 || t.users[f[0]] != nil {
+			continue
+		}
+		uid, problem := strconv.ParseUint(f[2], 10, 32)
 		gid, err := strconv.ParseUint(f[3], 10, 32)
-		if err == nil && t.users[f[0]] == nil {
-			t.users[f[0]] = &user{f[0], f[5], f[6], uid, uint32(gid), []uint32{uint32(gid)}}
-			t.names[uid] = cmp.Or(t.names[uid], f[0])
+		if u := (&user{f[0], f[5], f[6], uint32(uid), uint32(gid), []uint32{uint32(gid)}}); problem == nil && err == nil {
+			t.users[u.name], t.names[u.uid] = u, cmp.Or(t.names[u.uid], u.name)
 		}
 	}
-	for f, gid := range tableLines(group, 4) {
-		t.gnames[gid] = cmp.Or(t.gnames[gid], f[0])
+	for line := range strings.Lines(group) {
+		f := strings.Split(strings.TrimRight(line, "\n"), ":")
+		gid, err := strconv.ParseUint(f[min(2, len(f)-1)], 10, 32)
+		if len(f) < 4 || err != nil {
+			continue
+		}
+		t.gnames[uint32(gid)] = cmp.Or(t.gnames[uint32(gid)], f[0])
 		for member := range strings.SplitSeq(f[3], ",") {
-			if u := t.users[member]; u != nil && gid != u.gid {
-				u.groups = append(u.groups, gid)
+			if u := t.users[member]; u != nil && uint32(gid) != u.gid {
+				u.groups = append(u.groups, uint32(gid))
 			}
 		}
 	}
-}
-
-// tableLines gives the fields of each whole line with its number, which is the third.
-func tableLines(text string, fields int) iter.Seq2[[]string, uint32] {
-	return func(yield func([]string, uint32) bool) {
-		for line := range strings.Lines(text) {
-			f := strings.Split(strings.TrimRight(line, "\n"), ":")
-			if len(f) < fields {
-				continue
-			}
-			if number, err := strconv.ParseUint(f[2], 10, 32); err == nil && !yield(f, uint32(number)) {
-				return
-			}
-		}
-	}
-}
-
-// environment is the image's own, as its file says it.
-func (t *userTable) environment() string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	text, _ := t.read("environment")
-	return text
 }
 
 func (t *userTable) find(name string) *user {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.load()
-	if t.users[name] == nil {
-		check(fail(422, "user_not_found", "cannot find user %s in the image", name))
-	}
+	demand(t.users[name] != nil, fail(422, "user_not_found", "cannot find user %s in the image", name))
 	return t.users[name]
 }
 

@@ -53,9 +53,8 @@ func (a *agent) watchFiles(f fileCall) any {
 // add watches a folder and, if asked, those below it; tell says of what is in them already.
 func (w *watcher) add(p string, tell bool) {
 	fd := got(syscall.InotifyAddWatch(int(w.file.Fd()), p, watched))
-	if w.paths[int32(fd)] = p; len(w.paths) > maxWatches {
-		check(fail(429, "limit_reached", "a watch covers %d folders at most", maxWatches))
-	}
+	w.paths[int32(fd)] = p
+	demand(len(w.paths) <= maxWatches, fail(429, "limit_reached", "a watch covers %d folders at most", maxWatches))
 	if file, err := os.Stat(p); !w.recursive || err != nil || !file.IsDir() {
 		return
 	}
@@ -65,9 +64,7 @@ func (w *watcher) add(p string, tell bool) {
 		}
 		if file.IsDir() {
 			err := attempt(func() { w.add(full, tell) })
-			if !errors.Is(err, syscall.EACCES) && !errors.Is(err, syscall.ENOENT) {
-				check(err)
-			}
+			demand(errors.Is(err, syscall.EACCES) || errors.Is(err, syscall.ENOENT), err)
 		}
 	})
 }
@@ -101,7 +98,8 @@ func (w *watcher) take(event syscall.InotifyEvent, name string) {
 	if !has(syscall.IN_MOVED_TO) || event.Cookie != w.cookie {
 		w.leftBehind()
 	}
-	temporary := path.Base(w.from)
+	from, temporary := w.from, path.Base(w.from)
+	w.from = ""
 	switch {
 	case has(syscall.IN_Q_OVERFLOW):
 		w.tell("overflow", w.path, "")
@@ -117,11 +115,11 @@ func (w *watcher) take(event syscall.InotifyEvent, name string) {
 		w.tell("created", p, "") // a file was written as a whole
 	case has(syscall.IN_MOVED_TO) && strings.HasPrefix(temporary, temporaryPrefix):
 		w.tell("modified", p, "")
-	case has(syscall.IN_MOVED_TO) && w.from != "":
-		w.tell("moved", w.from, p)
+	case has(syscall.IN_MOVED_TO) && from != "":
+		w.tell("moved", from, p)
 		for fd, known := range w.paths {
-			if known == w.from || strings.HasPrefix(known, w.from+"/") {
-				w.paths[fd] = p + known[len(w.from):]
+			if known == from || strings.HasPrefix(known, from+"/") {
+				w.paths[fd] = p + known[len(from):]
 			}
 		}
 	case has(syscall.IN_CREATE | syscall.IN_MOVED_TO):
@@ -136,9 +134,6 @@ func (w *watcher) take(event syscall.InotifyEvent, name string) {
 	case has(syscall.IN_MODIFY | syscall.IN_ATTRIB):
 		w.tell("modified", p, "")
 	}
-	if has(syscall.IN_MOVED_TO) {
-		w.from = ""
-	}
 }
 
 // leftBehind tells of a move to a place that is not watched.
@@ -152,8 +147,7 @@ func (w *watcher) leftBehind() {
 func (w *watcher) tell(kind, p, to string) {
 	event := fileEvent{Kind: kind}
 	if event.Path, event.Raw = rawPath(p); to != "" {
-		to, _ = rawPath(to)
-		event.MovedTo = &to
+		event.MovedTo = new(strings.ToValidUTF8(to, "\uFFFD"))
 	}
 	again := kind == "modified" && w.last.Kind == kind && w.last.Path == event.Path
 	if !again && !strings.HasPrefix(path.Base(p), temporaryPrefix) {

@@ -23,7 +23,39 @@ const (
 	copyLimit     = 1 << 30
 	logFolder     = "/var/log/cpuos/commands"
 	keptFolders   = 32
+
+	stdinBytes = 2 << 20 // held at most; a host keeps 256 KiB unacknowledged
+	feedBytes  = 64 << 10
 )
+
+// Blocks are 1 MiB pieces of memory outside Go's heap: an untouched page costs nothing, and a block goes back to the
+// kernel when its command or transfer ends, not when a garbage collection happens to run.
+const blockBytes = 1 << 20
+
+type block = *[blockBytes]byte
+
+var idle = make(chan block, 4) // kept for the next command
+
+func takeBlock() block {
+	select {
+	case b := <-idle:
+		return b
+	default:
+		return block(got(syscall.Mmap(-1, 0, blockBytes, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)))
+	}
+}
+
+// giveBlock takes a block back of which the first used bytes were written; one that holds much is emptied.
+func giveBlock(b block, used uint64) {
+	if used > 64<<10 {
+		syscall.Madvise(b[:], syscall.MADV_DONTNEED)
+	}
+	select {
+	case idle <- b:
+	default:
+		syscall.Munmap(b[:])
+	}
+}
 
 // stream is one output of a command. Its ring holds what the host has not acknowledged; the command's lock guards it,
 // but the free space belongs to the pump and the unacknowledged bytes to the session that sends them.
@@ -60,9 +92,10 @@ func (s *stream) acknowledge(offset uint64) {
 }
 
 // poke wakes whoever waits on a channel of one slot.
-func poke(channel chan struct{}) {
+func poke[T any](channel chan T) {
+	var nothing T
 	select {
-	case channel <- struct{}{}:
+	case channel <- nothing:
 	default:
 	}
 }
@@ -189,4 +222,67 @@ func (l *logFolders) create(id, name string) (*os.File, error) {
 		return nil, err
 	}
 	return os.Create(filepath.Join(folder, name)) // ours alone to write: the umask is 022
+}
+
+// stdinQueue takes what the host sends and feeds it to the program as fast as that reads. The command's lock guards it, but
+// not during a write: the program's slowness must not hold up its output.
+type stdinQueue struct {
+	file     *os.File // nil: /dev/null
+	pty      bool
+	queue    []byte
+	accepted uint64 // offset after the last byte taken
+	written  uint64 // offset after the last byte that the program's pipe took, or that was thrown away
+	end      bool
+	feeding  bool
+	closed   bool
+}
+
+// takeStdin takes bytes at an offset; those already taken are skipped. A gap or too much is out of contract.
+func (c *command) takeStdin(offset uint64, data []byte, end bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	q := c.stdin
+	demand(offset <= q.accepted && len(q.queue)+len(data) <= stdinBytes, errFrame)
+	if skip := q.accepted - offset; skip < uint64(len(data)) && !q.end {
+		q.accepted += uint64(len(data)) - skip
+		q.queue = append(q.queue, data[skip:]...)
+	}
+	if end && !q.end && q.pty { // a terminal has no end: Ctrl-D at the start of a line is one
+		q.queue = append(q.queue, 4)
+	}
+	if q.end = q.end || end; !q.feeding {
+		q.feeding = true
+		go c.feed()
+	}
+}
+
+// feed writes until there is no more for now.
+func (c *command) feed() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	q := c.stdin
+	for len(q.queue) > 0 && !q.closed {
+		data := q.queue[:min(len(q.queue), feedBytes)]
+		c.mu.Unlock()
+		_, err := q.file.Write(data)
+		c.mu.Lock()
+		q.written = min(q.written+uint64(len(data)), q.accepted)
+		if q.queue = q.queue[min(len(data), len(q.queue)):]; err != nil {
+			q.shut() // the program closed its stdin: the rest has no reader
+		}
+		poke(c.wake)
+	}
+	if q.feeding = false; q.closed || q.end && !q.pty {
+		q.shut()
+		poke(c.wake)
+	}
+}
+
+// shut ends the program's stdin, also under a write that waits; what comes later is thrown away. A terminal's file is its
+// output's too: the pump closes it.
+func (q *stdinQueue) shut() {
+	if !q.closed && !q.pty && q.file != nil {
+		q.file.Close()
+	}
+	q.closed, q.queue, q.written = true, nil, q.accepted
 }
