@@ -668,5 +668,5 @@ async def test_records_that_cannot_be_delivered_are_counted(rig) -> None:
     assert 0 < kept < 3000
     await rig.ask("www.example")
     lost, last = rig.records()
-    assert lost == {"lost": 3000 - kept}
+    assert lost == {"sandbox": last["sandbox"], "event": "lost", "count": 3000 - kept}
     assert last["name"] == "www.example"

@@ -91,6 +91,8 @@ class RouterCounts(Message):
     """Packets logged as allowed."""
     refused: int = Field(ge=0)
     """Packets that were refused, over a limit included; the log of them has a limit of its own."""
+    is_beginning: bool = False
+    """The rules were made anew: these are what later ones are compared with."""
 
 
 class Close(Message):
