@@ -34,9 +34,16 @@ class CommandStream:
     def __init__(self, *, command_id: str | None = None) -> None:
         self._pieces = FramePieces()
         self._offsets = {"stdout": 0, "stderr": 0}
-        self.command_id = command_id
-        """None until STARTED came: then a repeat of the start attaches, later a resume does."""
+        self._command_id = command_id
+        self._beginning: bytes | memoryview = b""
         self.ended: Command | None = None
+
+    @property
+    def command_id(self) -> str | None:
+        """None until STARTED came: until then a repeat of the start attaches, later a resume does."""
+        if self._command_id is None and self._beginning:
+            self._command_id = _command_id(self._beginning)
+        return self._command_id
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -59,7 +66,7 @@ class CommandStream:
                 elif kind is FrameKind.GAP:
                     self._take_gap(_parse(payload), events)
                 elif kind is FrameKind.STARTED:
-                    self.command_id = _command_id(payload)
+                    self._beginning = payload  # read when it is asked for: short commands never do
                 elif kind is FrameKind.ENDED:
                     self._take_end(_command(payload), events)
                 elif kind is FrameKind.ERROR:
@@ -104,7 +111,7 @@ class CommandStream:
             if total > self._offsets[stream]:
                 events.append(Gap(stream, total))
                 self._offsets[stream] = total
-        self.command_id = command.id
+        self._command_id = command.id
         self.ended = command
 
 

@@ -133,6 +133,11 @@ class Call:
             self._gone = asyncio.get_running_loop().create_task(self._wait_gone())
         return self._gone
 
+    @property
+    def is_gone(self) -> bool:
+        """The client has left, and `gone` was there to see it."""
+        return self._gone is not None and self._gone.done()
+
     async def _wait_gone(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass

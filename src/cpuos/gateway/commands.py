@@ -112,8 +112,10 @@ class CommandRun:
                 # The intent is in the journal; the record is written while the agent works.
                 meanwhile = self.recorded.save if attempt == 0 else None
                 await self._agent.stream("POST", target, sink=self, what=what, body=body, meanwhile=meanwhile)
-                async with asyncio.timeout(self._agent.times.answer_s):
-                    await asyncio.shield(self._started)
+                if not self._started.done():  # else it came along with the answer's head
+                    async with asyncio.timeout(self._agent.times.answer_s):
+                        await asyncio.shield(self._started)
+                self._started.result()
                 return
             except TimeoutError:
                 raise AgentFailure(what, "the agent began no stream", code="agent_unresponsive") from None

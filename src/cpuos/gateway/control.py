@@ -121,7 +121,8 @@ async def _close_port(call: Call, gateway: Gateway) -> None:
 async def _read_journal(call: Call, gateway: Gateway) -> None:
     after, limit = call.number("after", default=0), call.number("limit", default=1000, most=MAX_JOURNAL_PAGE)
     page = gateway.journal.page(after, limit=limit)
-    await call.answer_json(200, {"instance": gateway.journal.instance, "entries": page.entries, "next": page.next})
+    told = b'{"instance":"%b","entries":[%b],"next":%d}'
+    await call.answer(200, told % (gateway.journal.instance.encode(), b",".join(page.lines), page.next))
 
 
 async def _revoke(call: Call, gateway: Gateway) -> None:

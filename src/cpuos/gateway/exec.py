@@ -77,16 +77,15 @@ async def stream_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, ga
 
 async def _send_stream(call: Call, recorded: RecordedCommand, follower: Follower) -> None:
     loop = asyncio.get_running_loop()
-    gone = call.gone()
     first_until = loop.time() + (0.0 if recorded.record.stdin_open else FIRST_ANSWER_S)
     sent_at = loop.time()
     try:
-        while not gone.done():
+        while not call.is_gone:
             if not call.begun:
                 # Wait for the first news beside STARTED, for a moment.
                 while not recorded.ended and not _has_output(recorded) and (left := first_until - loop.time()) > 0:
-                    await recorded.change(left, or_when=gone)
-                    if gone.done():
+                    await recorded.change(left, or_when=call.gone())
+                    if call.is_gone:
                         return
             batch = follower.take()
             if not call.begun:
@@ -97,11 +96,12 @@ async def _send_stream(call: Call, recorded: RecordedCommand, follower: Follower
                 sent_at = loop.time()
                 if follower.finished:
                     return
+                call.gone()  # a short command is through by now, and nobody asks for it
             elif loop.time() - sent_at >= KEEPALIVE_S:
                 await call.put(KEEPALIVE)
                 sent_at = loop.time()
             else:
-                await recorded.change(KEEPALIVE_S, or_when=gone)
+                await recorded.change(KEEPALIVE_S, or_when=call.gone())
     except TimeoutError:
         raise ClientGone from None
     except CpuosError as error:

@@ -44,6 +44,7 @@ class Follower:
         self._clock = clock
         self._moved_at = clock()
         self._started = False
+        self._ended_json = b""
         self._buffer = bytearray(SMALL_BATCH)
         self._filled = 0
         self.finished = False
@@ -130,7 +131,10 @@ class Follower:
             self._positions[name] = target
 
     def _command_json(self) -> bytes:
-        return b'{"command":' + self._recorded.command().model_dump_json().encode() + b"}"
+        told = self._ended_json or b'{"command":' + self._recorded.command().model_dump_json().encode() + b"}"
+        if self._recorded.ended:
+            self._ended_json = told  # for the last frame, where the first one tells of the end already
+        return told
 
     def _put(self, kind: FrameKind, payload: bytes) -> None:
         frame = encode_frame(kind, payload)

@@ -31,7 +31,8 @@ KEPT_SEGMENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class JournalPage:
-    entries: list[dict[str, Any]]
+    lines: list[bytes]
+    """JSON, as it was written."""
     next: int
     """Ask for what follows this one."""
 
@@ -173,15 +174,16 @@ class Journal:
         """Entries that follow number `after`, oldest first. Segments that only hold entries up to `after` may go."""
         limit = max(1, min(limit, MAX_PAGE))
         self._forget(after)
-        entries: list[dict[str, Any]] = []
+        lines: list[bytes] = []
         last = after
-        for number, line, segment, position in self._lines(after):
-            entries.append(json.loads(line))
-            last = number
-            if len(entries) == limit:
+        if after < self.last:
+            for number, line, segment, position in self._lines(after):
+                lines.append(line)
+                last = number
                 self._cursor = (number, segment, position)
-                break
-        return JournalPage(entries=entries, next=max(last, after))
+                if len(lines) == limit:
+                    break
+        return JournalPage(lines=lines, next=max(last, after))
 
     def settle_interrupted(self, *, living: set[int]) -> set[int]:
         """At the beginning: what an earlier process left half-way gets the outcome unknown, but for living intents.

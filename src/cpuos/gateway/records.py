@@ -48,9 +48,8 @@ class CommandRecord:
 
     def to_json(self) -> bytes:
         ticket = self.ticket
-        return json.dumps(
+        rest = json.dumps(
             {
-                "command": self.command.model_dump(mode="json"),
                 "ticket": {
                     "id": ticket.id,
                     "workspace": ticket.workspace,
@@ -67,7 +66,8 @@ class CommandRecord:
                 "pid": self.pid,
                 "outputs_removed": self.outputs_removed,
             }
-        ).encode()
+        )
+        return f'{{"command":{self.command.model_dump_json()},{rest[1:]}'.encode()
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> CommandRecord:
@@ -89,7 +89,7 @@ class RecordedCommand:
         self.users = 0
         """Holders of open descriptors: the command's run, and its followers."""
         self.streams: dict[StreamName, StreamFile] = {
-            name: StreamFile(folder / f"{self.id}.{name}", limits=limits, fresh=fresh) for name in STREAMS
+            name: StreamFile(f"{folder}/{self.id}.{name}", limits=limits, fresh=fresh) for name in STREAMS
         }
         self._descriptor: int | None = None
         self.followers: set[Any] = set()
@@ -119,15 +119,16 @@ class RecordedCommand:
 
     def command(self) -> Command:
         """As it stands now."""
+        return self.record.command.model_copy(update=self._counts())
+
+    def _counts(self) -> dict[str, Any]:
         out, err = self.streams["stdout"], self.streams["stderr"]
-        return self.record.command.model_copy(
-            update={
-                "stdout_bytes": out.total,
-                "stderr_bytes": err.total,
-                "stdout_dropped_bytes": out.dropped,
-                "stderr_dropped_bytes": err.dropped,
-            }
-        )
+        return {
+            "stdout_bytes": out.total,
+            "stderr_bytes": err.total,
+            "stdout_dropped_bytes": out.dropped,
+            "stderr_dropped_bytes": err.dropped,
+        }
 
     def holds_back(self) -> bool:
         """A client that reads is so far behind that more output would cost it some."""
@@ -135,13 +136,14 @@ class RecordedCommand:
 
     def update(self, **changes: Any) -> None:
         """Change fields of the command; `save` makes it last."""
-        self.record = replace(self.record, command=self.command().model_copy(update=changes))
+        command = self.record.command.model_copy(update={**self._counts(), **changes})
+        self.record = replace(self.record, command=command)
 
     def save(self) -> None:
         """Make the record last: one more line, of which a reader takes the last whole one."""
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._descriptor = os.open(self.folder / f"{self.id}.jsonl", flags, 0o600)
+            self._descriptor = os.open(f"{self.folder}/{self.id}.jsonl", flags, 0o600)
         line = self.record.to_json() + b"\n"
         if os.write(self._descriptor, line) < len(line):
             raise OSError(28, "No space left on device", f"{self.id}.jsonl")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import secrets
 import string
 from contextlib import suppress
@@ -356,9 +355,7 @@ class GatewaySandbox:
 
 def _start_body(request: CommandStart) -> bytes:
     """The agent's form of the request."""
-    values = request.model_dump(exclude={"detach"})
-    values = {name: value for name, value in values.items() if value is not None or name in ("timeout_s", "pty")}
-    body = json.dumps({**values, "attach": True}, ensure_ascii=False).encode()
+    body = request.model_dump_json(exclude={"detach"}, exclude_none=True).encode()[:-1] + b',"attach":true}'
     if len(body) > MAX_START_BYTES:
         raise InvalidRequest(
             "cannot start the command: argv and env are too long",

@@ -38,10 +38,10 @@ class SpoolLimits:
 class StreamFile:
     """One stream's record. Offsets count the bytes that the program wrote, from 0."""
 
-    def __init__(self, path: Path, *, limits: SpoolLimits, fresh: bool = False) -> None:
+    def __init__(self, path: str | Path, *, limits: SpoolLimits, fresh: bool = False) -> None:
         """`fresh`: nothing is there yet, so nothing is looked up."""
         self._path = path
-        self._side_path = path.with_name(f"{path.name}.ring")
+        self._side_path = f"{path}.ring"
         self._descriptor: int | None = None
         self._side: int | None = None
         self._removed = False
@@ -53,10 +53,10 @@ class StreamFile:
 
     def _load(self) -> None:
         try:
-            self._head, self._tail, self.total = _SIDE.unpack(self._side_path.read_bytes())
+            self._head, self._tail, self.total = _SIDE.unpack(Path(self._side_path).read_bytes())
         except FileNotFoundError:
             try:
-                self.total = self._path.stat().st_size
+                self.total = os.stat(self._path).st_size
             except FileNotFoundError:
                 return
             self._head = max(self._head, self.total)
@@ -106,8 +106,8 @@ class StreamFile:
         self.close()
         self.total = total
         self._removed = True
-        self._path.unlink(missing_ok=True)
-        self._side_path.unlink(missing_ok=True)
+        for path in (self._path, self._side_path):
+            Path(path).unlink(missing_ok=True)
 
     # reading
 
@@ -184,7 +184,7 @@ class StreamFile:
     def _lost(self, offset: int) -> OutputLost:
         return OutputLost(
             f"cannot read recorded output at {offset}",
-            f"the record of {self._path.name} does not hold it any more",
+            f"the record of {os.path.basename(self._path)} does not hold it any more",
             hint="read the full copy inside the sandbox (output_path of the command), if it has one",
             details={"offset": offset, "gap": list(self.gap or ())},
         )

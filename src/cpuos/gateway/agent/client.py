@@ -321,10 +321,30 @@ class AgentClient:
         while self._ended:
             if len(self._ended) < DELETE_BATCH:
                 await asyncio.sleep(DELETE_QUIET_S)
-            batch, self._ended[:] = self._ended[:], []
-            for command_id in batch:
-                with contextlib.suppress(CpuosError):
-                    await self.call("DELETE", f"/v1/commands/{command_id}", what="cannot forget the command")
+            batch, self._ended[:] = self._ended[:DELETE_BATCH], self._ended[DELETE_BATCH:]
+            with contextlib.suppress(CpuosError):
+                await self._forget(batch)
+
+    async def _forget(self, batch: list[str]) -> None:
+        """All asked at once, so that the agent wakes once. What is not answered is asked again, one by one."""
+        left = list(batch)
+        connection, _ = await self._take()
+        try:
+            connection.request(b"".join(_head("DELETE", f"/v1/commands/{ended}", self._session) for ended in batch))
+            while left:
+                head = await connection.read_head()
+                await connection.read_body(head, limit=MAX_JSON)
+                left.pop(0)
+                if not head.reusable:
+                    break
+            self._give(connection, head)
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, AgentFailure):
+                raise
+        for ended in left:
+            with contextlib.suppress(CpuosError):
+                await self.call("DELETE", f"/v1/commands/{ended}", what="cannot forget the command")
 
     async def commands(self) -> AgentCommands:
         """What the agent still knows."""

@@ -1,0 +1,61 @@
+"""Ended commands are forgotten by the agent: in one go where that works, one by one where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from gateway_rig import SANDBOX, DataClient, LocalDialler, Rig
+
+from cpuos.gateway.agent import client as agent_client
+from cpuos.gateway.agent.client import AgentClient
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_client, "DELETE_QUIET_S", 0.0)
+
+
+async def test_the_agent_keeps_no_ended_command(client: DataClient, rig: Rig) -> None:
+    for _ in range(5):
+        assert (await client.exec("exit 3")).end["exit_code"] == 3
+    agent = await rig.gateway.sandboxes.get(SANDBOX).agent()
+    for _ in range(1000):
+        if not (known := (await agent.commands()).commands):
+            break
+        await asyncio.sleep(0.01)
+    assert known == []
+
+
+@pytest.mark.parametrize("closes", [b"", b"Connection: close\r\n"])
+async def test_each_is_asked_to_its_answer(closes: bytes) -> None:
+    answered: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                answered.append(head.split()[1].rpartition("/")[2])
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n" + closes + b"\r\n{}")
+                if closes:
+                    return
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    dialler = LocalDialler(address=server.sockets[0].getsockname())
+    agent = AgentClient(dialler, sandbox_id=SANDBOX, generation=1)
+    wanted = [f"command{number}" for number in range(5)]
+    async with server:
+        for command_id in wanted:
+            agent.forget_command(command_id)
+        for _ in range(1000):
+            if set(answered) == set(wanted):
+                break
+            await asyncio.sleep(0.01)
+        await agent.aclose()
+    assert set(answered) == set(wanted)
+    if not closes:
+        assert answered == wanted
