@@ -271,7 +271,7 @@ class Settings(BaseSettings):
 
     @property
     def network_run_dir(self) -> Path:
-        """The network workers' own folder in the run directory."""
+        """Holds the socket of the record of connections; root's, since the node listens there for its worker."""
         return self.run_dir / "network"
 
     @property

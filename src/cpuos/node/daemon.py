@@ -25,10 +25,11 @@ from cpuos.errors import CpuosError, PlatformError, SetupRequired
 from cpuos.node import host
 from cpuos.node.api import create_api
 from cpuos.node.assembly import Assembly
-from cpuos.node.dial import DialServer, listen
+from cpuos.node.dial import DialServer
 from cpuos.node.facts import NodeFactsReader
 from cpuos.node.identity import load_identity
 from cpuos.node.journal import Journal
+from cpuos.node.listening import listen
 from cpuos.node.logs import configure_logs
 from cpuos.node.memory_news import MemoryNews
 from cpuos.node.network.network import Network, NetworkConfig
@@ -120,6 +121,7 @@ def _network_config(settings: Settings) -> NetworkConfig:
         max_sandboxes=settings.max_sandboxes,
         state_dir=settings.network_state_dir,
         socket_path=settings.network_socket,
+        peer_uids=(settings.server_uid, settings.gateway_uid),
     )
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import socket
 from collections.abc import Collection
-from pathlib import Path
 
 import structlog
 
@@ -16,14 +14,13 @@ from cpuos.errors import CpuosError, Forbidden, InvalidRequest, PlatformError
 from cpuos.node.peers import check_peer
 from cpuos.node.service import NodeService
 
-__all__ = ["DialServer", "listen"]
+__all__ = ["DialServer"]
 
 log = structlog.get_logger("cpuos.node")
 
 REQUEST_BYTES = 1024
 IDLE_S = 60.0
 REFUSED_S = 1.0
-BACKLOG = 128
 
 
 class DialServer:
@@ -96,23 +93,6 @@ class DialServer:
                 "session_key": base64.b64encode(opened.session_key).decode(),
             }
             socket.send_fds(connection, [json.dumps(answer).encode()], [guest.fileno()])
-
-
-def listen(path: Path, *, kind: socket.SocketKind, mode: int, gid: int | None) -> socket.socket:
-    """A listening unix socket with exactly this mode and group; a dead one of an earlier daemon is replaced."""
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
-    try:
-        listener.bind(str(path))  # the umask has taken all rights of others until here
-        if gid is not None:
-            os.chown(path, -1, gid)
-        os.chmod(path, mode)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 async def _receive(connection: socket.socket) -> bytes:

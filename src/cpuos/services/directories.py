@@ -30,7 +30,7 @@ def make_directories(settings: Settings) -> None:
         (settings.run_dir, 0, 0o750),
         (settings.server_run_dir, server, 0o750),
         (settings.gateway_run_dir, gateway, 0o750),
-        (settings.network_run_dir, network, 0o750),
+        (settings.network_run_dir, 0, 0o750),
     ]
     for path, uid, mode in rows:
         _make(path, uid=uid, gid=gid, mode=mode)

@@ -225,9 +225,8 @@ class Instance:
         states = (settings.gateway_state_dir, settings.server_state_dir, settings.network_state_dir)
         for folder in (settings.node_state_dir, *states):
             folder.mkdir(mode=0o700, exist_ok=True)
-        if os.geteuid() == 0:  # the network workers are other users in any case
-            for folder in (settings.network_run_dir, settings.network_state_dir):
-                shutil.chown(folder, _network_user())
+        if os.geteuid() == 0:  # the network workers are another user in any case
+            shutil.chown(settings.network_state_dir, _network_user())
 
     def _is_ready(self) -> bool:
         if not all(part_answers(part, self.settings) for part in MODULES):

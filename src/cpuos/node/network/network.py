@@ -61,6 +61,8 @@ class NetworkConfig:
     max_sandboxes: int
     state_dir: Path
     socket_path: Path
+    peer_uids: tuple[int, ...] = ()
+    """Who may ask for the record of connections, beside root."""
 
 
 class Network:
@@ -83,6 +85,7 @@ class Network:
                 exemptions=self._exemptions,
                 state_dir=config.state_dir,
                 socket_path=config.socket_path,
+                peer_uids=config.peer_uids,
             ),
             hub=self._hub.path,
             slots=lambda: self._slots,
@@ -215,7 +218,7 @@ class Network:
             return
         with contextlib.suppress(OSError, ValueError):  # half-made, or its hub is gone
             await asyncio.to_thread(self._hub.end_flows, self._plan.slot(int(os.readlink(link))))
-        await self.workers.shut(sandbox_id)
+        await self.workers.shut(sandbox_id, slot)
         if slot is not None:
             await slot.close()
         await asyncio.to_thread(_release_linked, link)

@@ -29,8 +29,10 @@ class TakenSlot:
         self.folder = folder
         self.plan = plan
         self.policy: EffectivePolicy | None = None
+        self.is_closed = False
+        """It is being taken away."""
         self.lock = asyncio.Lock()
-        """Guards policy, rules and `opened`: what the forwarder learns goes by the policy that it was learned under."""
+        """Guards all of these and the rules: what the forwarder learns goes by the policy it was learned under."""
         self.opened: dict[str, int] = {}
         """By worker: which of its processes has this slot."""
         self._router = router

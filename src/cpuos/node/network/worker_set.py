@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
+import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,7 @@ from typing import TypeVar
 import structlog
 
 from cpuos.errors import NotFound, PlatformError
+from cpuos.node.listening import listen
 from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.log_sockets import open_end_socket
 from cpuos.node.network.policy_rules import NamedAddress
@@ -28,6 +29,7 @@ from cpuos.node.network.sockets import open_for_worker
 from cpuos.node.network.taken import TakenSlot
 from cpuos.node.network.workers.calls import Done, Operation
 from cpuos.node.network.workers.channel import Descriptors, Message
+from cpuos.node.network.workers.lockdown import confinement_of
 from cpuos.node.network.workers.messages import (
     Close,
     Host,
@@ -36,6 +38,7 @@ from cpuos.node.network.workers.messages import (
     Learned,
     Open,
     PolicyChange,
+    RouterCounts,
     Sockets,
     Start,
     WantSockets,
@@ -48,6 +51,7 @@ __all__ = ["WorkerConfig", "WorkerSet"]
 A = TypeVar("A", bound=Message)
 log = structlog.get_logger("cpuos.node.network")
 
+SOCKET_MODE = 0o660
 RECORDS, DNS, PEEK = "records", "dns", "peek"
 FIRST_START_S = 15.0
 """How long the first slot waits for workers that are still being started."""
@@ -61,6 +65,8 @@ class WorkerConfig:
     """Of the records worker."""
     socket_path: Path
     """Where the records worker serves."""
+    peer_uids: tuple[int, ...]
+    """Who may ask there, beside root."""
 
 
 class WorkerSet:
@@ -72,6 +78,7 @@ class WorkerSet:
         self._slots = slots
         self._host_addresses: tuple[IPv4Address, ...] = ()
         self._feeds: dict[str, tuple[socket.socket, socket.socket]] = {}
+        self._records: socket.socket | None = None
         self._starting: asyncio.Task[None] | None = None
         self._processes: Counter[str] = Counter()
         """By worker: how many processes of it there were."""
@@ -84,7 +91,6 @@ class WorkerSet:
                 on_restart=self._replay,
             )
             for name in (RECORDS, DNS, PEEK)
-            if importlib.util.find_spec(f"cpuos.node.network.workers.{name}") is not None
         }
 
     def start(self, host_addresses: Sequence[IPv4Address]) -> None:
@@ -92,6 +98,7 @@ class WorkerSet:
         self._host_addresses = tuple(host_addresses)
         for name in (DNS, PEEK):
             self._feeds[name] = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._records = self._listen_for_records()
         self._starting = asyncio.create_task(self._start_all(), name="cpuos-network-workers")
 
     async def close(self) -> None:
@@ -103,6 +110,9 @@ class WorkerSet:
             for end in pair:
                 end.close()
         self._feeds.clear()
+        if self._records is not None:
+            self._records.close()
+            self._records = None
 
     # what holds for one slot
 
@@ -127,15 +137,22 @@ class WorkerSet:
             return []
         return [NamedAddress(name=row.name, address=row.address, ttl_s=row.ttl_s) for row in answer.learned]
 
-    async def shut(self, sandbox_id: str) -> None:
-        """Let them close all they hold of a slot."""
+    async def shut(self, sandbox_id: str, slot: TakenSlot | None) -> None:
+        """Let them close all they hold of a slot, after the kernel's counts have been compared with what was recorded.
+
+        A worker that is being started is not given the slot any more.
+        """
+        if slot is not None:
+            async with slot.lock:
+                slot.is_closed = True
+            await self._count(sandbox_id, slot)
         close = Close(sandbox=sandbox_id)
         await asyncio.gather(*(self._tell(name, close) for name in self.workers))
 
     async def set_host_addresses(self, addresses: Sequence[IPv4Address]) -> None:
         self._host_addresses = tuple(addresses)
         host = Host(host_addresses=list(addresses))
-        await asyncio.gather(*(self._tell(name, host) for name in (DNS, PEEK)))
+        await asyncio.gather(*(self._tell(name, host) for name in self.workers))
 
     # starting, and starting again
 
@@ -163,10 +180,25 @@ class WorkerSet:
             host_addresses=list(self._host_addresses),
             state_dir=str(config.state_dir) if name == RECORDS else "",
             socket_path=str(config.socket_path) if name == RECORDS else "",
+            peer_uids=list(config.peer_uids) if name == RECORDS else [],
         )
-        if name == RECORDS:
-            return StartCall(message=message, descriptors=[self._feeds[feeder][0].fileno() for feeder in (DNS, PEEK)])
-        return StartCall(message=message, descriptors=[self._feeds[name][1].fileno()])
+        if name != RECORDS:
+            return StartCall(message=message, descriptors=[self._feeds[name][1].fileno()])
+        assert self._records is not None
+        ends = [*(self._feeds[feeder][0] for feeder in (DNS, PEEK)), self._records]
+        return StartCall(message=message, descriptors=[end.fileno() for end in ends])
+
+    def _listen_for_records(self) -> socket.socket:
+        """The node's own, so that those who ask wait while one worker follows another."""
+        confinement = confinement_of(memory_mib=0, descriptors=0)
+        state, place = self._config.state_dir, self._config.socket_path.parent
+        if not state.is_dir():
+            state.mkdir(mode=0o700, parents=True)
+            os.chown(state, confinement.uid, confinement.gid)
+        if not place.is_dir():
+            place.mkdir(mode=0o750, parents=True)
+            os.chown(place, -1, confinement.gid)
+        return listen(self._config.socket_path, kind=socket.SOCK_STREAM, mode=SOCKET_MODE, gid=confinement.gid)
 
     async def _replay(self, worker: Worker) -> None:
         if worker.name == RECORDS:
@@ -178,7 +210,7 @@ class WorkerSet:
 
     async def _open_in(self, worker: Worker, sandbox_id: str, slot: TakenSlot) -> None:
         process = self._processes[worker.name]
-        if slot.policy is None or slot.opened.get(worker.name) == process:
+        if slot.policy is None or slot.is_closed or slot.opened.get(worker.name) == process:
             return
         message = Open(
             sandbox=sandbox_id,
@@ -196,6 +228,15 @@ class WorkerSet:
                 opened.__exit__(None, None, None)
         except (PlatformError, OSError) as problem:
             log.warning("slot not opened in worker", worker=worker.name, sandbox=sandbox_id, why=str(problem))
+
+    async def _count(self, sandbox_id: str, slot: TakenSlot) -> None:
+        try:
+            counters = await slot.counters()
+        except (PlatformError, OSError) as problem:
+            log.warning("router not counted", sandbox=sandbox_id, why=str(problem))
+            return
+        refused = counters.refused + counters.limited
+        await self._tell(RECORDS, RouterCounts(sandbox=sandbox_id, allowed=counters.allowed, refused=refused))
 
     async def _tell(self, name: str, message: Message, *, answer: type[A] = Done) -> A | None:  # type: ignore[assignment]
         worker = self.workers.get(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -23,9 +24,14 @@ _PIECE = 1 << 18
 class _Forwarder:
     def __init__(self) -> None:
         self._servers: dict[int, asyncio.Server] = {}
+        self._carried: set[asyncio.Task[None]] = set()
 
     async def open(self, listener: socket.socket, *, port: int) -> None:
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._carried.add(task)  # nobody else holds it
+            task.add_done_callback(self._carried.discard)
             try:
                 inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
             except OSError:
@@ -64,7 +70,7 @@ async def _serve(control: socket.socket) -> None:
         loop.remove_reader(control)
         packet, descriptors, _, _ = socket.recv_fds(control, 4096, 4)
         if not packet:
-            return
+            os._exit(0)  # what is still carried ends with the world
         question = json.loads(packet)
         if question["op"] == "forward":
             await forwarder.open(socket.socket(fileno=descriptors[0]), port=question["port"])
