@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import ssl
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import h11
@@ -426,6 +428,20 @@ async def test_a_visitor_that_leaves_ends_the_tunnel(previews: PreviewRig) -> No
         await asyncio.wait_for(ended.wait(), 5)
 
 
+async def test_a_visitor_that_ends_its_side_wants_no_answer(previews: PreviewRig) -> None:
+    """Before the request was read or after: a closed tab looks so, and its stream must not go on."""
+    async with serving(upgrade_and_echo) as inside:
+        await previews.publish(inside.port, public=True)
+        head = f"GET / HTTP/1.1\r\nHost: {previews.host(inside.port)}\r\n\r\n".encode()
+        for pause in (0, 0.1):
+            visitor = await previews.visitor()
+            await visitor.send(head)
+            await asyncio.sleep(pause)
+            visitor.writer.write_eof()
+            await visitor.ended()
+            assert previews.rig.gateway.previews.admitted == {}
+
+
 async def test_the_end_of_a_sandbox_ends_its_previews(previews: PreviewRig) -> None:
     async with serving(upgrade_and_echo) as inside:
         await previews.publish(inside.port, public=True)
@@ -533,3 +549,67 @@ async def test_a_listener_that_cannot_be_says_why(previews: PreviewRig, listener
         async with open_previews(previews.rig, **listener):
             pass
     assert why in str(raised.value)
+
+
+async def test_mutated_requests_and_answers_fail_nothing(previews: PreviewRig) -> None:
+    """Bytes changed, cut and doubled on both sides: visitors get an answer or a closed connection, never a fault."""
+    previews.rig.gateway.previews.times = PreviewTimes(head_s=0.5, idle_s=0.5, answer_s=0.5, linger_s=0.5)
+    dice = random.Random(7)
+
+    def mutate(data: bytes) -> bytes:
+        changed = bytearray(data)
+        for _ in range(dice.randrange(4)):
+            at = dice.randrange(len(changed))
+            kind = dice.randrange(4)
+            if kind == 0:
+                changed[at] = dice.randrange(256)
+            elif kind == 1:
+                del changed[at : at + dice.randrange(8)]
+            elif kind == 2:
+                changed[at:at] = changed[at : at + dice.randrange(40)]
+            else:
+                changed[at:at] = dice.choice([b"\r\n", b"\n", b"\x00", b" ", b":", b"0\r\n\r\n", b"HTTP/1.1"])
+        return bytes(changed)
+
+    answers = [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nSet-Cookie: a=1; Domain=x\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 103 Early\r\n\r\nHTTP/1.1 101 Up\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nabc",
+    ]
+
+    async def answer_badly(inside: Inside, head: bytes, reader, writer) -> bool:
+        writer.write(mutate(dice.choice(answers)))
+        return dice.random() < 0.5
+
+    async with serving(answer_badly) as inside:
+        await previews.publish(inside.port, public=True)
+        host = previews.host(inside.port).encode()
+        upgrade = "".join(f"{name}: {value}\r\n" for name, value in WEBSOCKET).encode()
+        asked = [
+            b"GET /a?b=c HTTP/1.1\r\nHost: %b\r\nCookie: a=1\r\nAccept: text/html\r\n\r\n" % host,
+            b"POST / HTTP/1.1\r\nHost: %b\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n" % host,
+            b"POST / HTTP/1.1\r\nHost: %b\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\nhello" % host,
+            b"GET / HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (host, upgrade),
+        ]
+
+        async def visit() -> bytes:
+            visitor = await previews.visitor()
+            await visitor.send(mutate(dice.choice(asked)) + mutate(dice.choice(asked)))
+            got = b""
+            with suppress(TimeoutError, ConnectionResetError):
+                while data := await asyncio.wait_for(visitor.reader.read(65536), 1.5):
+                    got += data
+            visitor.writer.transport.abort()
+            return got
+
+        for _ in range(10):
+            for got in await asyncio.gather(*[visit() for _ in range(30)]):
+                assert b" 500 " not in got.partition(b"\r\n")[0]
+                assert b'"internal"' not in got
+        agent = previews.rig.gateway.sandboxes.get(SANDBOX)
+        for _ in range(100):
+            if not previews.rig.gateway.previews.admitted:
+                break
+            await asyncio.sleep(0.05)
+        assert previews.rig.gateway.previews.admitted == {}
+        assert agent.slots._taken["previews"] == 0

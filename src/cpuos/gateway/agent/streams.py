@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["ByteStream"]
 
-HELD_BYTES = 256 << 10
+HELD_BYTES = 64 << 10
 """Received and not yet taken: beyond this the socket is not read, so that the sender waits."""
-WRITE_HIGH_WATER = 256 << 10
+WRITE_HIGH_WATER = 64 << 10
+SMALL_READ = 8 << 10
+LARGE_READ = 64 << 10
+"""One read, once data comes in bulk. All of these bound what one stream holds: a thousand may be open, all stalled."""
 
 
-class ByteStream(asyncio.Protocol):
+class ByteStream(asyncio.BufferedProtocol):
     """For one reader and one writer. An end that is no clean one reads as `ConnectionResetError`."""
 
     def __init__(self, *, half_open: bool = True, when_lost: Callable[[], None] | None = None) -> None:
@@ -23,6 +26,7 @@ class ByteStream(asyncio.Protocol):
         self.when_ended: Callable[[], None] | None = None
         """Called when the other side ends or is lost, once; set while nobody reads and the end matters."""
         self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray(SMALL_READ)
         self._pieces: deque[bytes] = deque()
         self._held = 0
         self._reading_paused = False
@@ -39,9 +43,14 @@ class ByteStream(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
 
-    def data_received(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self._held += len(data)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._buffer)  # not the array: TLS reads into slices of it
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._pieces.append(bytes(memoryview(self._buffer)[:nbytes]))
+        self._held += nbytes
+        if nbytes == len(self._buffer) < LARGE_READ:
+            self._buffer = bytearray(LARGE_READ)
         if self._held >= HELD_BYTES and not self._reading_paused:
             self._reading_paused = True
             self._transport.pause_reading()
@@ -76,6 +85,11 @@ class ByteStream(asyncio.Protocol):
     def lost(self) -> bool:
         """Nothing can be sent any more."""
         return self._lost or self._transport is None or self._transport.is_closing()
+
+    @property
+    def ended(self) -> bool:
+        """The other side has said that nothing more follows, or is gone."""
+        return self._ended or self.lost
 
     @property
     def idle(self) -> bool:

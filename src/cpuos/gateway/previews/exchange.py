@@ -149,7 +149,7 @@ class Exchange:
             self._is_late = True
             upstream.stream.abort()
 
-        if self._visitor.lost:
+        if self._visitor.ended:
             upstream.stream.abort()
         self._visitor.when_ended = upstream.stream.abort
         if not self.begun:

@@ -17,7 +17,8 @@ from cpuos.gateway.previews.visits import Previews, Visit
 
 __all__ = ["PreviewListener", "serve_previews"]
 
-MAX_CONNECTIONS = 2048
+MAX_CONNECTIONS = 1024
+"""Each may hold some hundred KiB on its way, within a process that has 1 GiB."""
 BACKLOG = 1024
 KEEPALIVE_S = 60
 """A visitor that fell silent is asked by TCP whether it is still there: streams may be silent for hours."""
