@@ -119,7 +119,8 @@ def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid:
         if not keep_sandboxes:
             kill_sandbox_processes(settings)  # none is left, unless the node was dead
             _leave_host_network(settings)
-        for path in (record_path(settings), settings.endpoints, settings.server_endpoint, settings.gateway_endpoint):
+        published = (settings.server_endpoint, settings.gateway_endpoint, settings.preview_endpoint)
+        for path in (record_path(settings), settings.endpoints, *published):
             path.unlink(missing_ok=True)
         for path in (settings.node_socket, settings.dial_socket, settings.gateway_socket):
             path.unlink(missing_ok=True)

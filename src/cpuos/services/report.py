@@ -37,6 +37,8 @@ class InstanceStatus:
     """Whether a part that dies is started again."""
     api_url: str | None
     gateway_url: str | None
+    previews_url: str | None
+    """Of the preview domain: the names of previews stand before its host."""
     state_dir: str
     run_dir: str
     parts: list[PartStatus] = field(default_factory=list)
@@ -69,6 +71,7 @@ def status(settings: Settings | None = None) -> InstanceStatus:
         supervised=bool(record and record.is_supervised),
         api_url=read_endpoint(settings.server_endpoint),
         gateway_url=read_endpoint(settings.gateway_endpoint),
+        previews_url=read_endpoint(settings.preview_endpoint),
         state_dir=str(settings.state_dir),
         run_dir=str(settings.run_dir),
         parts=parts,
@@ -97,6 +100,7 @@ def _status_by_server(settings: Settings) -> InstanceStatus:
         supervised=False,
         api_url=api_url if answer == 200 else None,
         gateway_url=None,
+        previews_url=None,
         state_dir=str(settings.state_dir),
         run_dir=str(settings.run_dir),
         parts=parts,
