@@ -179,7 +179,7 @@ def test_a_killed_node_takes_the_newest_policy_up_again(world, client, sealed_in
         assert attempt(sandbox, ("tcp", addresses.OTHER_WEB, 80)) == ["ConnectionRefusedError"]
 
 
-@pytest.mark.parametrize("worker", ["dns", "maker"])
+@pytest.mark.parametrize("worker", ["dns", "peek", "records", "maker"])
 def test_a_killed_helper_comes_back(world, client, sealed_instance, sandbox, worker):
     assert attempt(sandbox, ("name", "web.allowed.example", 80)) == [addresses.WEB]
     pid = _helper(sealed_instance, worker)
