@@ -134,6 +134,17 @@ class RouterWorld:
             assert packet, f"no IPv4: {frame.hex()}"
             packets.append(packet)
 
+    def heard(self) -> list[Packet]:
+        """All that has come to the guest."""
+        self.settle()
+        packets = []
+        while select.select([self._guest], [], [], 0.05)[0]:
+            frame, origin = self._guest.recvfrom(65536)
+            packet = read_packet(frame)
+            if packet and origin[2] != socket.PACKET_OUTGOING:
+                packets.append(packet)
+        return packets
+
     def answers(self, count: int) -> list[Packet]:
         """What came back to the guest: `count` refusals, or as many as there are."""
         found: list[Packet] = []
