@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ class RecordsWorker:
         self._feeds: list[socket.socket] = []
         self._logs: dict[str, _Log] = {}
         self._ends: socket.socket | None = None
+        self._readers = _Readers()
         self._server: RecordsServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -64,6 +66,7 @@ class RecordsWorker:
             self._forget(log.socket)
         for one in (*self._feeds, *([self._ends] if self._ends else [])):
             self._forget(one)
+        self._readers.close()
         if self._book is not None:
             self._book.settle(time.time())
             self._book.journal.close()
@@ -76,7 +79,7 @@ class RecordsWorker:
         book.host_addresses = frozenset(message.host_addresses)
         self._feeds = [descriptors.take_socket(), descriptors.take_socket()]
         for feed in self._feeds:
-            self._loop.add_reader(feed.fileno(), self._read_feed, feed, _A_TURN)
+            self._readers.add(feed, lambda feed=feed: self._read_feed(feed, _A_TURN))  # type: ignore[misc]
         listener = descriptors.take_socket()
         self._server = RecordsServer(create_api(book, drain=self._drain), allowed_uids=message.peer_uids)
         self._tasks = [
@@ -89,7 +92,7 @@ class RecordsWorker:
         if self._ends is not None:
             self._forget(self._ends)
         self._ends = ends
-        self._loop.add_reader(ends.fileno(), self._read_ends, ends)
+        self._readers.add(ends, lambda: self._read_ends(ends))
 
     async def _host(self, message: Host, descriptors: Descriptors) -> None:
         self._require_book().host_addresses = frozenset(message.host_addresses)
@@ -103,7 +106,7 @@ class RecordsWorker:
             self._forget(earlier.socket)
         book.open(message.sandbox, message.policy, exemptions=message.exemptions, address=message.slot_address)
         self._logs[message.sandbox] = log
-        self._loop.add_reader(log.socket.fileno(), self._read_log, message.sandbox, log, _A_TURN)
+        self._readers.add(log.socket, lambda: self._read_log(message.sandbox, log, _A_TURN))
 
     async def _change(self, message: PolicyChange, descriptors: Descriptors) -> None:
         self._require_book().set_policy(message.sandbox, message.policy)
@@ -157,7 +160,7 @@ class RecordsWorker:
                 book.end_flow(flow, now=now)
 
     def _forget(self, one: socket.socket) -> None:
-        self._loop.remove_reader(one.fileno())
+        self._readers.remove(one)
         one.close()
 
     async def _tick(self, book: Book) -> None:
@@ -169,6 +172,35 @@ class RecordsWorker:
         if self._book is None:
             raise Breach("the worker was not started")
         return self._book
+
+
+class _Readers:
+    """Sockets that are read when something waits. An overrun is told as an error of the socket, at which uvloop stops
+    looking at it; so it looks at a poll of them all, which has no errors."""
+
+    def __init__(self) -> None:
+        self._poll = select.epoll()
+        self._reads: dict[int, Callable[[], None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._poll.fileno(), self._turn)
+
+    def add(self, one: socket.socket, read: Callable[[], None]) -> None:
+        self._poll.register(one, select.EPOLLIN)
+        self._reads[one.fileno()] = read
+
+    def remove(self, one: socket.socket) -> None:
+        if self._reads.pop(one.fileno(), None) is not None:
+            self._poll.unregister(one)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._poll.fileno())
+        self._poll.close()
+
+    def _turn(self) -> None:
+        for number, _ in self._poll.poll(0):
+            read = self._reads.get(number)
+            if read is not None:
+                read()
 
 
 class _Log:
