@@ -72,6 +72,9 @@ class Settings(BaseSettings):
     dashboard, nor one below or above such a name: what sandboxes serve there must not share cookies with them."""
     preview_public_url: str = ""
     """The preview domain's URL as visitors see it, where that is not `http://DOMAIN:PORT` (a proxy in front)."""
+    preview_path_mode: bool = False
+    """Show previews at `http://HOST:PREVIEW_PATH_PORT/SANDBOX/PORT/` too: without cookies or an origin of their own."""
+    preview_path_port: int = Field(7073, ge=0, le=65535)
     preview_tls_cert: str = ""
     """PEM file of a certificate for `*.DOMAIN`; previews are then served by TLS. `cpuos certs` makes one."""
     preview_tls_key: str = ""

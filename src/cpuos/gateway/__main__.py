@@ -6,11 +6,13 @@ import asyncio
 import os
 import resource
 import signal
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import replace
 
 import structlog
 import uvloop
 
+from cpuos.gateway.access import Gateway
 from cpuos.gateway.previews.serve import PreviewListener, serve_previews
 from cpuos.gateway.service import open_gateway, serve_gateway
 from cpuos.gateway.spool import SpoolLimits
@@ -62,6 +64,7 @@ async def _serve(settings: Settings) -> None:
             control_peers=peers,
         ) as url,
         serve_previews(gateway.previews, _preview_listener(settings)) as preview_url,
+        _preview_paths(gateway, settings),
     ):
         publish_endpoint(settings.preview_endpoint, preview_url)
         publish_endpoint(settings.gateway_endpoint, settings.gateway_public_url or url)
@@ -71,6 +74,13 @@ async def _serve(settings: Settings) -> None:
     for endpoint in (settings.gateway_endpoint, settings.preview_endpoint):
         with suppress(FileNotFoundError):
             endpoint.unlink()
+
+
+def _preview_paths(gateway: Gateway, settings: Settings) -> AbstractAsyncContextManager[object]:
+    if not settings.preview_path_mode:
+        return nullcontext()
+    listener = replace(_preview_listener(settings), port=settings.preview_path_port, public_url="", by_path=True)
+    return serve_previews(gateway.previews, listener)
 
 
 def _preview_listener(settings: Settings) -> PreviewListener:

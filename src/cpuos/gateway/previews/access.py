@@ -27,6 +27,8 @@ class Asked:
     host: bytes
     headers: Headers
     websocket: bool
+    prefix: bytes = b""
+    """Path mode: what stood before the target."""
 
     @property
     def wants_page(self) -> bool:

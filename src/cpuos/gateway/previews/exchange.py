@@ -11,6 +11,7 @@ import h11
 
 from cpuos.errors import PortProblem
 from cpuos.gateway.agent.streams import ByteStream
+from cpuos.gateway.previews.access import Asked
 from cpuos.gateway.previews.headers import (
     Headers,
     Visitor,
@@ -20,6 +21,7 @@ from cpuos.gateway.previews.headers import (
     values_of,
     without_query_token,
 )
+from cpuos.gateway.previews.paths import sandboxed_headers
 from cpuos.gateway.previews.upstream import Upstream, answer_invalid
 
 __all__ = ["Exchange", "feed"]
@@ -34,13 +36,14 @@ class Exchange:
     """For one use. `serve` returns when the answer has been passed on whole; anything else raises."""
 
     def __init__(
-        self, request: h11.Request, *, visitor: ByteStream, http: h11.Connection, told: Visitor, websocket: bool
+        self, request: h11.Request, asked: Asked, *, visitor: ByteStream, http: h11.Connection, told: Visitor
     ) -> None:
         self._request = request
+        self._asked = asked
         self._visitor = visitor
         self._http = http
         self._told = told
-        self._websocket = websocket
+        self._websocket = asked.websocket
         self._continued = asyncio.Event()
         """The server inside has said something: whoever waits to send its body may go on or give up."""
         self._late: asyncio.TimerHandle | None = None
@@ -87,10 +90,10 @@ class Exchange:
     # the request
 
     def _make_request(self) -> h11.Request:
-        given = list(self._request.headers.raw_items())
+        given = self._asked.headers
         headers = request_headers(given, self._told, websocket=self._websocket)
         headers += _framing(given)
-        target = without_query_token(self._request.target)
+        target = without_query_token(self._asked.target)
         return h11.Request(method=self._request.method, target=target, headers=headers)
 
     def _take_whole_body(self, upstream: Upstream) -> bool:
@@ -203,19 +206,23 @@ class Exchange:
             return
         if event.status_code == 100 and not self._http.they_are_waiting_for_100_continue:
             return
-        headers = answer_headers(list(event.headers.raw_items()))
+        headers = self._answer_headers(list(event.headers.raw_items()))
         self._send(h11.InformationalResponse(status_code=event.status_code, headers=headers, reason=event.reason))
 
     def _pass_head(self, event: h11.Response) -> None:
         if event.http_version not in (b"1.0", b"1.1"):
             raise answer_invalid("its version is not HTTP/1.1")
         given = list(event.headers.raw_items())
-        headers = answer_headers(given) + _framing(given)
+        headers = self._answer_headers(given) + _framing(given)
         self._chunked = bool(comma_values(given, b"transfer-encoding"))
         self.begun = True
         self._continued.set()
         self._answer_began()
         self._send(h11.Response(status_code=event.status_code, headers=headers, reason=event.reason))
+
+    def _answer_headers(self, given: Headers, *, websocket: bool = False) -> list[tuple[bytes, bytes]]:
+        headers = answer_headers(given, websocket=websocket)
+        return sandboxed_headers(headers, self._asked.prefix) if self._asked.prefix else headers
 
     def _send(self, event: h11.Event) -> None:
         pieces = self._http.send_with_data_passthrough(event)
@@ -227,7 +234,7 @@ class Exchange:
         if not self._websocket:
             raise answer_invalid("it upgraded the connection unasked")
         given = list(event.headers.raw_items())
-        headers = answer_headers(given, websocket=True)
+        headers = self._answer_headers(given, websocket=True)
         self.begun = True
         self._answer_began()
         self._send(h11.InformationalResponse(status_code=101, headers=headers, reason=event.reason))

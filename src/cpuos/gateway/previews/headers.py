@@ -65,6 +65,8 @@ class Visitor:
     """The Host header as the visitor sent it."""
     rewritten_host: bytes | None = None
     """What the server inside gets as Host instead, and in Origin where that was the preview's own."""
+    prefix: bytes = b""
+    """Path mode: the path under which the server is shown."""
 
 
 def request_headers(headers: Headers, visitor: Visitor, *, websocket: bool = False) -> list[tuple[bytes, bytes]]:
@@ -91,7 +93,7 @@ def request_headers(headers: Headers, visitor: Visitor, *, websocket: bool = Fal
         (b"X-Forwarded-Host", visitor.host),
         (b"X-Forwarded-Proto", visitor.scheme.encode("ascii")),
     ]
-    return passed
+    return [*passed, (b"X-Forwarded-Prefix", visitor.prefix)] if visitor.prefix else passed
 
 
 def answer_headers(headers: Headers, *, websocket: bool = False) -> list[tuple[bytes, bytes]]:

@@ -50,10 +50,10 @@ def error_answer(error: CpuosError, *, page: bool) -> Answer:
     return error.status, [*headers, (b"Content-Length", b"%d" % len(body))], body
 
 
-def redirect_answer(location: bytes, *, cookie: bytes) -> Answer:
-    """To the same page without the token, which the browser keeps as a cookie from here on."""
-    headers = [(b"Location", location), (b"Set-Cookie", cookie), *_NEVER_KEPT, (b"Content-Length", b"0")]
-    return 302, headers, b""
+def redirect_answer(location: bytes, *, cookie: bytes | None = None) -> Answer:
+    """To the same page by another name. With a cookie: without the token, which the browser keeps from here on."""
+    headers = [(b"Location", location), *_NEVER_KEPT, (b"Content-Length", b"0")]
+    return 302, [(b"Set-Cookie", cookie), *headers] if cookie is not None else headers, b""
 
 
 _NEVER_KEPT = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class PreviewListener:
     """Of the domain, where a proxy stands in front."""
     tls_cert: str = ""
     tls_key: str = ""
+    by_path: bool = False
+    """Path mode: places are told by the path, and any host name will do."""
 
 
 @asynccontextmanager
@@ -46,11 +49,13 @@ async def serve_previews(previews: Previews, listener: PreviewListener) -> Async
     port = listening.getsockname()[1]
     scheme = "https" if secure else "http"
     standard = port == (443 if secure else 80)
-    url = listener.public_url or f"{scheme}://{previews.domain}" + ("" if standard else f":{port}")
+    name = _shown(listener.host) if listener.by_path else previews.domain
+    url = listener.public_url or f"{scheme}://{name}" + ("" if standard else f":{port}")
     connections: dict[asyncio.Task[None], ByteStream] = {}
 
     def accept() -> _Visitor:
-        return _Visitor(previews, connections, scheme=url.partition("://")[0], secure=secure is not None)
+        visit = functools.partial(Visit, previews, scheme=url.partition("://")[0], by_path=listener.by_path)
+        return _Visitor(visit, connections, secure=secure is not None)
 
     loop = asyncio.get_running_loop()
     server = await loop.create_server(accept, sock=listening, backlog=BACKLOG, ssl=secure)
@@ -70,12 +75,11 @@ class _Visitor(ByteStream):
     """A stream that serves its visit as soon as it stands."""
 
     def __init__(
-        self, previews: Previews, connections: dict[asyncio.Task[None], ByteStream], *, scheme: str, secure: bool
+        self, visit: Callable[[ByteStream], Visit], connections: dict[asyncio.Task[None], ByteStream], *, secure: bool
     ) -> None:
         super().__init__(half_open=not secure)
-        self._previews = previews
+        self._visit = visit
         self._connections = connections
-        self._scheme = scheme
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -87,8 +91,7 @@ class _Visitor(ByteStream):
         if visitor is not None:
             visitor.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             visitor.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-        visit = Visit(self._previews, self, scheme=self._scheme)
-        task = asyncio.get_running_loop().create_task(visit.serve())
+        task = asyncio.get_running_loop().create_task(self._visit(self).serve())
         self._connections[task] = self
         task.add_done_callback(self._over)
 
@@ -96,6 +99,10 @@ class _Visitor(ByteStream):
         self._connections.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("visit.failed", exc_info=error)
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _listen(listener: PreviewListener) -> socket.socket:

@@ -27,6 +27,7 @@ from cpuos.gateway.previews.headers import (
 )
 from cpuos.gateway.previews.hosts import Place, is_plain_address, parse_host
 from cpuos.gateway.previews.pages import Answer, error_answer, redirect_answer
+from cpuos.gateway.previews.paths import locate
 from cpuos.gateway.previews.upstream import Upstream, Upstreams
 from cpuos.gateway.streams import OpenStreams
 
@@ -95,8 +96,9 @@ class Previews:
 class Visit:
     """One connection, to its end."""
 
-    def __init__(self, previews: Previews, stream: ByteStream, *, scheme: str) -> None:
+    def __init__(self, previews: Previews, stream: ByteStream, *, scheme: str, by_path: bool = False) -> None:
         self._previews = previews
+        self._by_path = by_path
         self._stream = stream
         self._scheme = scheme
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -152,9 +154,15 @@ class Visit:
         exchange: Exchange | None = None
         try:
             asked = _read_request(request)
-            admission = self._admit(asked)
+            if self._by_path:
+                asked, place = locate(asked)
+            else:
+                place = self._place(asked)
+            admission = self._previews.doorkeeper.admit(asked, place)
             with self._previews.admission(admission):
-                if admission.cookie is not None:
+                if not asked.target.startswith((b"/", b"*")):
+                    await self._answer(redirect_answer(asked.prefix + b"/" + asked.target))
+                elif admission.cookie is not None:
                     await self._answer(self._redirect(asked, admission))
                 else:
                     exchange = self._exchange(request, asked, admission)
@@ -170,12 +178,11 @@ class Visit:
             await self._answer(error_answer(_as_ours(error), page=asked is not None and asked.wants_page))
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
-    def _admit(self, asked: Asked) -> Admission:
-        doorkeeper = self._previews.doorkeeper
+    def _place(self, asked: Asked) -> Place:
         if is_plain_address(asked.host) and is_program(asked):
             token = (values_of(asked.headers, TOKEN_HEADER) or [query_token(asked.target) or b""])[0]
-            return doorkeeper.admit(asked, doorkeeper.holder(token))
-        return doorkeeper.admit(asked, parse_host(asked.host, self._previews.domain))
+            return self._previews.doorkeeper.holder(token)
+        return parse_host(asked.host, self._previews.domain)
 
     def _exchange(self, request: h11.Request, asked: Asked, admission: Admission) -> Exchange:
         told = Visitor(
@@ -183,8 +190,9 @@ class Visit:
             scheme=self._scheme,
             host=asked.host,
             rewritten_host=admission.rewritten_host,
+            prefix=asked.prefix,
         )
-        return Exchange(request, visitor=self._stream, http=self._http, told=told, websocket=asked.websocket)
+        return Exchange(request, asked, visitor=self._stream, http=self._http, told=told)
 
     async def _pass_on(self, exchange: Exchange, admission: Admission) -> None:
         """A kept connection may have met its server's end of it: then once more, by a new one."""
