@@ -10,7 +10,7 @@ from pathlib import Path
 from cpuos.node.network.namespaces import inside
 from cpuos.node.network.rules import LOG_GROUP
 
-__all__ = ["open_end_socket", "open_log_socket"]
+__all__ = ["open_end_socket", "open_log", "open_log_socket"]
 
 _NETLINK_NETFILTER = 12  # linux/netlink.h
 _SO_RCVBUFFORCE = 33  # asm-generic/socket.h
@@ -27,7 +27,7 @@ _LOG_BUFFER, _END_BUFFER = 2 << 20, 16 << 20
 
 def open_log_socket(router: Path) -> socket.socket:
     """What this router logs, each packet as it comes, numbered (NFULA_SEQ): a loss shows. One at a time."""
-    return inside(router, _open_log)
+    return inside(router, open_log)
 
 
 def open_end_socket(namespace: Path) -> socket.socket:
@@ -38,7 +38,8 @@ def open_end_socket(namespace: Path) -> socket.socket:
     return inside(namespace, _open_ends)
 
 
-def _open_log() -> socket.socket:
+def open_log() -> socket.socket:
+    """The same in the router that the calling thread is in."""
     made = _netlink(buffer_bytes=_LOG_BUFFER)
     try:
         made.bind((0, 0))

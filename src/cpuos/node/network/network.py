@@ -143,14 +143,18 @@ class Network:
             raise PlatformError(f"cannot make the network slot of sandbox {sandbox_id}", str(problem)) from problem
         try:
             os.symlink(slot.folder.name, self._link(sandbox_id))
-            await slot.apply(policy)
+            slot.policy = policy
             self._slots[sandbox_id] = slot
             await self.workers.wait_started()
-            await self.workers.open(sandbox_id, slot)
+            # Both come to their end, also when one fails: what they opened is taken back then.
+            outcomes = await asyncio.gather(
+                slot.apply(policy), self.workers.open(sandbox_id, slot), return_exceptions=True
+            )
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
         except BaseException:
-            self._slots.pop(sandbox_id, None)
-            await asyncio.shield(self._discard(slot))
-            self._link(sandbox_id).unlink(missing_ok=True)
+            await asyncio.shield(self._give_up(sandbox_id, slot))
             raise
         return self.path(sandbox_id)
 
@@ -269,6 +273,12 @@ class Network:
     async def _prepare(self, number: int) -> TakenSlot:
         folder = self._folder / str(number)
         return self._make_taken(folder, await asyncio.to_thread(self._open_router, folder))
+
+    async def _give_up(self, sandbox_id: str, slot: TakenSlot) -> None:
+        await self.workers.shut(sandbox_id, slot)
+        await self._discard(slot)
+        self._link(sandbox_id).unlink(missing_ok=True)
+        self._slots.pop(sandbox_id, None)
 
     async def _discard(self, slot: TakenSlot) -> None:
         await slot.close()

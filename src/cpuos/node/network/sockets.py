@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
-from cpuos.node.network.log_sockets import open_log_socket
+from cpuos.node.network.log_sockets import open_log
 from cpuos.node.network.namespaces import inside
 from cpuos.node.network.rules import PEEK_PORT
 from cpuos.runtimes.base import ROUTER_ADDRESS
 
-__all__ = ["DNS_PORT", "open_for_worker"]
+__all__ = ["DNS_PORT", "close_all", "open_for_workers"]
 
 DNS_PORT = 53
 _BACKLOG = 512
 
 
-@contextmanager
-def open_for_worker(worker: str, router: Path) -> Iterator[list[int]]:
-    """Descriptors for one worker's `open`, closed behind it: none stays here, so that where no worker serves the guest
-    is refused at once instead of waiting."""
-    sockets: list[socket.socket] = []
-    try:
-        if worker == "dns":
-            sockets += inside(router, _open_dns)
-        elif worker == "peek":
-            sockets.append(inside(router, lambda: _listen(PEEK_PORT)))
-        else:
-            sockets.append(open_log_socket(router))
-        yield [made.fileno() for made in sockets]
-    finally:
+def open_for_workers(workers: Collection[str], router: Path) -> dict[str, list[socket.socket]]:
+    """What each of these wants with `open`. The caller closes them when they were handed over: where no worker serves,
+    the guest is to be refused at once, and not to wait."""
+
+    def open_all() -> dict[str, list[socket.socket]]:
+        opened: dict[str, list[socket.socket]] = {}
+        try:
+            for worker in workers:
+                opened[worker] = _OPENERS[worker]()
+        except BaseException:
+            close_all(opened)
+            raise
+        return opened
+
+    return inside(router, open_all)
+
+
+def close_all(opened: dict[str, list[socket.socket]]) -> None:
+    for sockets in opened.values():
         for made in sockets:
             made.close()
 
@@ -56,3 +60,6 @@ def _listen(port: int) -> socket.socket:
         made.close()
         raise
     return made
+
+
+_OPENERS = {"dns": _open_dns, "peek": lambda: [_listen(PEEK_PORT)], "records": lambda: [open_log()]}

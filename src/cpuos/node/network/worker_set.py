@@ -25,7 +25,7 @@ from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.log_sockets import open_end_socket
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.slot import router_name
-from cpuos.node.network.sockets import open_for_worker
+from cpuos.node.network.sockets import close_all, open_for_workers
 from cpuos.node.network.taken import TakenSlot
 from cpuos.node.network.workers.calls import Done, Operation
 from cpuos.node.network.workers.channel import Descriptors, Message
@@ -124,9 +124,8 @@ class WorkerSet:
 
     async def open(self, sandbox_id: str, slot: TakenSlot) -> None:
         """Give a slot with its policy to all that serve now; the others get it when they come."""
-        serving = [worker for worker in self.workers.values() if worker.is_ready]
         async with slot.lock:
-            await asyncio.gather(*(self._open_in(worker, sandbox_id, slot) for worker in serving))
+            await self._open_in([worker for worker in self.workers.values() if worker.is_ready], sandbox_id, slot)
 
     async def change(self, sandbox_id: str, policy: EffectivePolicy) -> list[NamedAddress]:
         """Tell them of a new policy: first the forwarder. What it has answered that is still allowed."""
@@ -206,11 +205,11 @@ class WorkerSet:
                 await worker.request(Hub(), descriptors=[ends.fileno()])
         for sandbox_id, slot in list(self._slots().items()):
             async with slot.lock:
-                await self._open_in(worker, sandbox_id, slot)
+                await self._open_in([worker], sandbox_id, slot)
 
-    async def _open_in(self, worker: Worker, sandbox_id: str, slot: TakenSlot) -> None:
-        process = self._processes[worker.name]
-        if slot.policy is None or slot.is_closed or slot.opened.get(worker.name) == process:
+    async def _open_in(self, workers: Sequence[Worker], sandbox_id: str, slot: TakenSlot) -> None:
+        wanting = [worker for worker in workers if slot.opened.get(worker.name) != self._processes[worker.name]]
+        if slot.policy is None or slot.is_closed or not wanting:
             return
         message = Open(
             sandbox=sandbox_id,
@@ -218,16 +217,26 @@ class WorkerSet:
             exemptions=list(self._config.exemptions),
             slot_address=slot.plan.address,
         )
-        opened = open_for_worker(worker.name, router_name(slot.folder))
+        names = [worker.name for worker in wanting]
         try:
-            descriptors = await asyncio.to_thread(opened.__enter__)
-            try:
-                await worker.request(message, descriptors=descriptors)
-                slot.opened[worker.name] = process
-            finally:
-                opened.__exit__(None, None, None)
-        except (PlatformError, OSError) as problem:
-            log.warning("slot not opened in worker", worker=worker.name, sandbox=sandbox_id, why=str(problem))
+            opened = await asyncio.to_thread(open_for_workers, names, router_name(slot.folder))
+        except OSError as problem:
+            log.warning("slot not opened for workers", workers=names, sandbox=sandbox_id, why=str(problem))
+            return
+        try:
+            await asyncio.gather(*(self._hand_over(worker, slot, message, opened[worker.name]) for worker in wanting))
+        finally:
+            close_all(opened)
+
+    async def _hand_over(
+        self, worker: Worker, slot: TakenSlot, message: Open, sockets: Sequence[socket.socket]
+    ) -> None:
+        process = self._processes[worker.name]
+        try:
+            await worker.request(message, descriptors=[one.fileno() for one in sockets])
+            slot.opened[worker.name] = process
+        except PlatformError as problem:
+            log.warning("slot not opened in worker", worker=worker.name, sandbox=message.sandbox, why=str(problem))
 
     async def _count(self, sandbox_id: str, slot: TakenSlot) -> None:
         try:
