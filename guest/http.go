@@ -143,7 +143,7 @@ func (r *request) number(name string, standard int64, base int) int64 {
 // Read gives the body. Its early end is errIncomplete, never io.EOF.
 func (r *request) Read(p []byte) (n int, err error) {
 	r.SetReadDeadline(now().Add(stallTime))
-	if r.Header.Get("Expect") == "100-continue" {
+	if strings.EqualFold(r.Header.Get("Expect"), "100-continue") {
 		r.Header.Del("Expect")
 		r.send([]byte("HTTP/1.1 100 Continue\r\n\r\n"))
 	}

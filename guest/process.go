@@ -63,9 +63,10 @@ type process struct {
 // signalTree signals the processes of a command: descendants of its program, all in its session, and all whose environment
 // names it. SIGKILL is repeated until none is left or the time is over; it returns how many are.
 func (a *agent) signalTree(c *command, number syscall.Signal) int {
-	known := map[int]bool{} // processes seen as members: their children are too, also those that lose a parent in between
+	known := map[int]bool{}       // processes seen as members: their children are too, also those that lose a parent in between
+	buffer := make([]byte, 1<<20) // for what /proc tells; the largest environment that is looked through
 	if number != syscall.SIGKILL {
-		for _, p := range a.tree(c, known) {
+		for _, p := range a.tree(c, known, buffer) {
 			syscall.Kill(p.pid, number)
 		}
 		return 0
@@ -76,7 +77,7 @@ func (a *agent) signalTree(c *command, number syscall.Signal) int {
 	}
 	end := now().Add(killTime)
 	for round := 0; ; round++ {
-		members := a.tree(c, known)
+		members := a.tree(c, known, buffer)
 		alive := signalAll(members, 0)
 		if len(members) == 0 || (alive == 0 && round > 20) || now().After(end) {
 			return alive
@@ -84,7 +85,7 @@ func (a *agent) signalTree(c *command, number syscall.Signal) int {
 		// Something may fork faster than it dies. Stopped processes keep their places below the process limit, so that
 		// nothing else can take them: first stop all, then kill.
 		for stops := 0; round > 1 && stops < 50 && signalAll(members, syscall.SIGSTOP) > 0 && now().Before(end); stops++ {
-			members = a.tree(c, known)
+			members = a.tree(c, known, buffer)
 		}
 		signalAll(members, syscall.SIGKILL)
 		time.Sleep(min(time.Duration(round)*500*time.Microsecond, 20*time.Millisecond))
@@ -116,18 +117,16 @@ func signalAll(members []process, number syscall.Signal) (alive int) {
 }
 
 // tree lists the command's processes, and adds them to known.
-func (a *agent) tree(c *command, known map[int]bool) (found []process) {
+func (a *agent) tree(c *command, known map[int]bool, buffer []byte) (found []process) {
 	leader, tag := -1, []byte("\x00CPUOS_COMMAND="+c.id)
 	if a.leads(c) {
 		leader = c.pid
 	}
-	buffer := takeBlock()
-	defer giveBlock(buffer, blockBytes)
-	all := listProcesses(buffer[:])
+	all := listProcesses(buffer)
 	member := map[int]bool{}
 	for _, p := range all {
 		member[p.pid] = p.pid == leader || p.session == leader ||
-			p.state != 'Z' && bytes.Contains(readProc(p.pid, "environ", buffer[:]), tag)
+			p.state != 'Z' && bytes.Contains(readProc(p.pid, "environ", buffer), tag)
 	}
 	for grown := true; grown; {
 		grown = false

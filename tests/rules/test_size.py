@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_AGENT_LINES = 2881  # the aim is 2,500: this number only shrinks
+MAX_AGENT_LINES = 2880  # the aim is 2,500: this number only shrinks
 
 
 def _sources() -> list[Path]:
