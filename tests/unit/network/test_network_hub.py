@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+from ipaddress import IPv4Address
 
 import pytest
 
+from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.hub import remove_host_network
 from cpuos.testing.sealed import SealedWorld, addresses
 
@@ -85,6 +87,31 @@ def test_nothing_comes_in_from_outside(sealed, slots):
             assert "TimeoutError" in tried.stderr or "timed out" in tried.stderr
         finally:
             sealed.run_in_host(["ip", "route", "del", "10.231.0.0/20"])
+
+
+def test_an_exemption_opens_one_service(sealed, slots):
+    one, _ = slots
+    address = IPv4Address(addresses.MIRROR)
+    sealed.make_hub(exemptions=[Exemption(name="mirror.example", address=address, port=8080)])
+    try:
+        assert one.connect(addresses.MIRROR, 8080) == "connected"
+        assert one.connect(addresses.MIRROR, 80, timeout_s=QUICK_S) == "TimeoutError"
+        assert one.connect("10.77.0.6", 8080, timeout_s=QUICK_S) == "TimeoutError"
+    finally:
+        sealed.make_hub()
+    assert one.connect(addresses.MIRROR, 8080, timeout_s=QUICK_S) == "TimeoutError"
+
+
+@pytest.mark.parametrize(("kind", "leaves"), [(8, True), (13, False), (5, False), (3, False)])
+def test_of_icmp_only_echo_leaves(sealed, slots, kind, leaves):
+    sealed.clear()
+    message = bytes([kind, 0, 0, 0, 0, 1, 0, 1]) + bytes(8)
+    total = sum(int.from_bytes(message[at : at + 2], "big") for at in range(0, len(message), 2))
+    checksum = (~(total + (total >> 16)) & 0xFFFF).to_bytes(2, "big")
+    with slots[0].in_guest(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)) as made:
+        made.sendto(message[:2] + checksum + message[4:], (addresses.WEB, 0))
+    assert slots[0].connect(addresses.WEB, 80) == "connected"  # what was sent before has passed by then
+    assert any(packet.protocol == "icmp" for packet in sealed.packets()) is leaves
 
 
 def test_opening_again_cuts_nothing(sealed, slots):

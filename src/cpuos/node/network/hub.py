@@ -165,7 +165,8 @@ table ip {_HUB_TABLE} {{
     {slots} ip daddr . meta l4proto . th dport @exempt accept
     {slots} ip daddr @blocked counter drop
     {slots} tcp dport {{ {", ".join(map(str, sorted(BLOCKED_PORTS)))} }} counter drop
-    {slots} meta l4proto {{ tcp, udp, icmp }} accept
+    {slots} meta l4proto {{ tcp, udp }} accept
+    {slots} icmp type echo-request accept
     counter
   }}
   chain input {{
