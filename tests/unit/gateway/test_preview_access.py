@@ -11,6 +11,8 @@ from gateway_rig import SANDBOX, open_rig
 from preview_rig import Answer, Headers, Inside, PreviewRig, open_previews, serving
 from test_preview_proxy import WEBSOCKET, upgrade_and_echo
 
+from cpuos.gateway.previews.ports import MAX_PORTS
+
 PAGE: Headers = [("Accept", "text/html,application/xhtml+xml,*/*;q=0.8")]
 COOKIE = "__Host-cpuos-preview"
 
@@ -263,6 +265,17 @@ async def test_another_generation_begins_closed(previews: PreviewRig) -> None:
         await previews.publish(inside.port, epoch=1, generation=2)
         assert (await previews.get(inside.port, headers=[("X-Cpuos-Preview-Token", token)])).status == 200
         assert (await previews.get(inside.port, headers=previews.auth(inside.port))).status == 401
+
+
+async def test_a_sandbox_publishes_so_many_ports(previews: PreviewRig) -> None:
+    for port in range(2, MAX_PORTS + 2):
+        await previews.publish(port)
+    body = {"epoch": 1, "generation": 1}
+    answer = await previews.rig.control.put(f"/v1/sandboxes/{SANDBOX}/ports/60000", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "limit_reached")
+    await previews.close_port(2)
+    await previews.publish(2, epoch=2)
+    await previews.close_port(60000)
 
 
 @pytest.mark.parametrize("port", ["1", "0", "65536", "99999999999", "-3000", "3000x", "٣"])

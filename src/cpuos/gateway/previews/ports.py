@@ -7,10 +7,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cpuos.errors import Conflict
+from cpuos.errors import Conflict, LimitReached
 from cpuos.gateway.records import write_whole
 
-__all__ = ["PublishedPort", "PublishedPorts"]
+__all__ = ["MAX_PORTS", "PublishedPort", "PublishedPorts"]
+
+MAX_PORTS = 512
+"""Of one sandbox, closed ones too: each change writes them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +55,21 @@ class PublishedPorts:
             raise Conflict(
                 f"cannot publish port {published.port}: it was closed meanwhile", "publish it again", code="wrong_state"
             )
+        if known is None and len(self._ports) >= MAX_PORTS:
+            raise LimitReached(
+                f"cannot publish port {published.port}",
+                f"{MAX_PORTS} ports of the sandbox were published, and there are no more for one sandbox",
+                details={"limit": "ports", "value": MAX_PORTS},
+            )
         if known != published:
             self._save(published)
 
     def close(self, port: int, *, epoch: int) -> None:
         """Also one that was never published: what comes late must not open it."""
         known = self._ports.get(port)
-        if known is None:
+        if known is None and len(self._ports) < MAX_PORTS:
             self._save(PublishedPort(port=port, epoch=epoch, generation=0, open=False))
-        elif known.open and known.epoch <= epoch:
+        elif known is not None and known.open and known.epoch <= epoch:
             self._save(replace(known, epoch=epoch, open=False, public=False))
 
     def _save(self, published: PublishedPort) -> None:
