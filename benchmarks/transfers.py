@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.results import Measured, compare_rates
 from benchmarks.stage import Stage
@@ -51,7 +54,10 @@ def download(stage: Stage) -> Measured:
 
 
 def stdout(stage: Stage) -> Measured:
-    """`cat` of lines of 100 bytes, each handed to a callback as text; the bare `cat` writes to a TCP socket."""
+    """`cat` of lines of 100 bytes, each handed to a callback as text; the bare `cat` writes to a TCP socket.
+
+    Beside it the same without a callback: then the client is sent only head and tail, the record gets all.
+    """
     line = "x" * LINE_CHARACTERS
     stage.sandbox.exec(f"yes {line} | head -c {STDOUT_BYTES} > {_TEXT}", check=True)
 
@@ -65,7 +71,13 @@ def stdout(stage: Stage) -> Measured:
         stage.sandbox.exec(["cat", _TEXT], on_stdout=count, check=True)
         _expect(lines * (LINE_CHARACTERS + 1), STDOUT_BYTES)
 
-    return _in_turns(stage, product, lambda: stage.raw.cat(_TEXT, STDOUT_BYTES), size_bytes=STDOUT_BYTES)
+    def silent() -> None:
+        stage.sandbox.exec(["cat", _TEXT], check=True)
+
+    def bare() -> None:
+        stage.raw.cat(_TEXT, STDOUT_BYTES)
+
+    return _in_turns(stage, product, bare, size_bytes=STDOUT_BYTES, beside={"without_callback": silent})
 
 
 def growth(stage: Stage) -> Measured:
@@ -84,23 +96,31 @@ def _in_turns(
     *,
     size_bytes: int,
     after: Callable[[], None] = lambda: None,
+    beside: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> Measured:
-    """Both in turns; `after` follows each turn of the product and is not timed."""
+    """Both in turns; `after` follows each turn of the product, untimed. What is `beside` is told as a ratio too."""
     assert stage.raw
     product()  # what is made once is made before
     after()
     bare()
     times: tuple[list[float], list[float]] = ([], [])
+    others: dict[str, list[float]] = {name: [] for name in beside}
     for _ in range(stage.rounds):
-        since = time.perf_counter()
         with stage.watched():
-            product()
-        times[0].append(time.perf_counter() - since)
+            times[0].append(_seconds(product))
         after()
-        since = time.perf_counter()
-        bare()
-        times[1].append(time.perf_counter() - since)
-    return compare_rates(*times, size_bytes=size_bytes)
+        times[1].append(_seconds(bare))
+        for name, other in beside.items():
+            others[name].append(_seconds(other))
+    measured = compare_rates(*times, size_bytes=size_bytes)
+    ratios = {name: round(statistics.median(times[1]) / statistics.median(other), 2) for name, other in others.items()}
+    return replace(measured, detail={**measured.detail, **ratios})
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    since = time.perf_counter()
+    work()
+    return time.perf_counter() - since
 
 
 def _host_file(stage: Stage) -> Path:
