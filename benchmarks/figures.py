@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.commands import exec_true
 from benchmarks.names import dns_neighbour
+from benchmarks.outside import tcp_outside
 from benchmarks.previews import preview_messages, preview_request
 from benchmarks.results import Measured
 from benchmarks.slots import policy_change, slot_from_pool
@@ -44,6 +45,7 @@ FIGURES = (
     Figure(name="stdout_200mb", limit=0.5, at_least=True, measure=stdout),
     Figure(name="growth_mib", limit=64, unit="MiB", measure=growth),
     Figure(name="idle_pss_mib", limit=45, unit="MiB", measure=idle_weight),
+    Figure(name="tcp_outside", limit=0.7, at_least=True, measure=tcp_outside),
     Figure(name="slot_ms", limit=5, unit="ms", measure=slot_from_pool),
     Figure(name="policy_ms", limit=5, unit="ms", measure=policy_change),
     Figure(name="dns_neighbour", limit=2.0, measure=dns_neighbour),
