@@ -11,6 +11,7 @@ import pytest
 
 from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.hub import remove_host_network
+from cpuos.node.network.namespaces import inside
 from cpuos.testing.sealed import SealedWorld, addresses
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -112,6 +113,21 @@ def test_of_icmp_only_echo_leaves(sealed, slots, kind, leaves):
         made.sendto(message[:2] + checksum + message[4:], (addresses.WEB, 0))
     assert slots[0].connect(addresses.WEB, 80) == "connected"  # what was sent before has passed by then
     assert any(packet.protocol == "icmp" for packet in sealed.packets()) is leaves
+
+
+def test_segments_fit_the_way_out_of_the_host(sealed, slots):
+    """A host behind a tunnel or in a cloud has smaller packets than sandboxes know of."""
+    server = inside(sealed.internet, lambda: socket.create_server(("0.0.0.0", 9998)))
+    server.settimeout(3)
+    sealed.run_in_host(["ip", "link", "set", "eth0", "mtu", "1300"])
+    try:
+        with server, slots[0].socket() as made:
+            made.connect((addresses.WEB, 9998))
+            connection, _ = server.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= 1260
+    finally:
+        sealed.run_in_host(["ip", "link", "set", "eth0", "mtu", "1500"])
 
 
 def test_opening_again_cuts_nothing(sealed, slots):

@@ -200,6 +200,7 @@ table ip {table} {{
     type filter hook forward priority filter; policy accept;
     iifname "{link}" ip saddr != {plan.hub_address} counter drop
     iifname "{link}" oifname "{link}" counter drop
+    iifname "{link}" tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu
     oifname "{link}" ct state established,related accept
     oifname "{link}" counter drop
   }}

@@ -50,12 +50,19 @@ def inside(path: Path, work: Callable[[], T]) -> T:
 
 
 def set_sysctls(values: Mapping[str, str]) -> None:
-    """Of the calling thread's network namespace, by their path below /proc/sys; one that this kernel lacks is left."""
+    """Of the calling thread's network namespace, by their path below /proc/sys; one that this kernel lacks is left.
+
+    Where they cannot be written, as in some containers, it is enough that they are so already.
+    """
     for name, value in values.items():
+        path = Path("/proc/sys", name)
         try:
-            Path("/proc/sys", name).write_text(value)
+            path.write_text(value)
         except FileNotFoundError:
             continue
+        except OSError:
+            if path.read_text().strip() != value:
+                raise
 
 
 def new_namespace() -> int:

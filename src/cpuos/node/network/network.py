@@ -303,20 +303,21 @@ class Network:
 
     async def _watch_host(self) -> None:
         """Keep to the host's own addresses as they come and go: no sandbox reaches them."""
+        followed = True
         while True:
             await asyncio.sleep(HOST_ADDRESSES_EVERY_S)
             try:
                 addresses = await asyncio.to_thread(_host_addresses)
-                if addresses == self._host_addresses:
+                if addresses == self._host_addresses and followed:
                     continue
-                self._host_addresses = addresses
+                self._host_addresses, followed = addresses, False
                 log.info("host addresses changed", addresses=[str(address) for address in addresses])
                 await asyncio.gather(*(slot.set_host_addresses(addresses) for slot in list(self._slots.values())))
                 await self.workers.set_host_addresses(addresses)
                 await self.pool.drain()
+                followed = True
             except (OSError, CpuosError):
                 log.exception("host addresses not followed yet")
-                self._host_addresses = ()
 
 
 def _host_addresses() -> tuple[IPv4Address, ...]:
