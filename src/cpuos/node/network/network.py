@@ -193,6 +193,8 @@ class Network:
         try:
             await asyncio.to_thread(router.set_host_addresses, self._host_addresses)
             # An earlier daemon may have had other exceptions, or rules of another version.
+            with contextlib.suppress(PlatformError, TypeError):
+                slot.counted_before = await slot.counters()
             await slot.apply(policy, base=self._recipe().rules(slot.plan))
             await slot.cut()
         except BaseException:

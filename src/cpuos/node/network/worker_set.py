@@ -24,6 +24,7 @@ from cpuos.node.listening import listen
 from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.log_sockets import open_end_socket
 from cpuos.node.network.policy_rules import NamedAddress
+from cpuos.node.network.router import Counters
 from cpuos.node.network.slot import router_name
 from cpuos.node.network.sockets import close_all, open_for_workers
 from cpuos.node.network.taken import TakenSlot
@@ -53,8 +54,13 @@ log = structlog.get_logger("cpuos.node.network")
 
 SOCKET_MODE = 0o660
 RECORDS, DNS, PEEK = "records", "dns", "peek"
+_DESCRIPTORS = {RECORDS: 8192, DNS: 8192, PEEK: 1 << 16}
+"""The peek holds two for each connection."""
+_SO_SNDBUFFORCE = 32  # asm-generic/socket.h
+_FEED_BYTES = 4 << 20
+"""About 5,000 reports wait in a feed before one is lost."""
 FIRST_START_S = 15.0
-"""How long the first slot waits for workers that are still being started."""
+"""How long after a daemon's start new sandboxes wait for workers that are still being started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,7 @@ class WorkerSet:
         self._host_addresses: tuple[IPv4Address, ...] = ()
         self._feeds: dict[str, tuple[socket.socket, socket.socket]] = {}
         self._records: socket.socket | None = None
+        self._patient_until = 0.0
         self._starting: asyncio.Task[None] | None = None
         self._processes: Counter[str] = Counter()
         """By worker: how many processes of it there were."""
@@ -89,6 +96,7 @@ class WorkerSet:
                 start=lambda name=name: self._start_call(name),  # type: ignore[misc]
                 questions=questions.get(name, ()),
                 on_restart=self._replay,
+                descriptors=_DESCRIPTORS[name],
             )
             for name in (RECORDS, DNS, PEEK)
         }
@@ -98,7 +106,10 @@ class WorkerSet:
         self._host_addresses = tuple(host_addresses)
         for name in (DNS, PEEK):
             self._feeds[name] = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+            with contextlib.suppress(PermissionError):
+                self._feeds[name][1].setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _FEED_BYTES)
         self._records = self._listen_for_records()
+        self._patient_until = asyncio.get_running_loop().time() + FIRST_START_S
         self._starting = asyncio.create_task(self._start_all(), name="cpuos-network-workers")
 
     async def close(self) -> None:
@@ -117,10 +128,11 @@ class WorkerSet:
     # what holds for one slot
 
     async def wait_started(self) -> None:
-        """A daemon that has just begun gives its first new sandbox workers that serve it."""
-        if self._starting is not None and not self._starting.done():
+        """A daemon that has just begun gives its first new sandboxes workers that serve them."""
+        patience_s = self._patient_until - asyncio.get_running_loop().time()
+        if self._starting is not None and not self._starting.done() and patience_s > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._starting), FIRST_START_S)
+                await asyncio.wait_for(asyncio.shield(self._starting), patience_s)
 
     async def open(self, sandbox_id: str, slot: TakenSlot) -> None:
         """Give a slot with its policy to all that serve now; the others get it when they come."""
@@ -234,18 +246,28 @@ class WorkerSet:
         process = self._processes[worker.name]
         try:
             await worker.request(message, descriptors=[one.fileno() for one in sockets])
+            if worker.name == RECORDS:
+                await self._compare_counts(message.sandbox, slot)
             slot.opened[worker.name] = process
         except PlatformError as problem:
             log.warning("slot not opened in worker", worker=worker.name, sandbox=message.sandbox, why=str(problem))
 
-    async def _count(self, sandbox_id: str, slot: TakenSlot) -> None:
+    async def _compare_counts(self, sandbox_id: str, slot: TakenSlot) -> None:
+        """What a new records worker did not hear of, since the one before or an earlier daemon, is a gap."""
+        if slot.counted_before is not None:
+            await self._tell(RECORDS, _counts(sandbox_id, slot.counted_before))
+            slot.counted_before = None
+            await self._count(sandbox_id, slot, is_beginning=True)
+        elif RECORDS in slot.opened:
+            await self._count(sandbox_id, slot)
+
+    async def _count(self, sandbox_id: str, slot: TakenSlot, *, is_beginning: bool = False) -> None:
         try:
             counters = await slot.counters()
         except (PlatformError, OSError) as problem:
             log.warning("router not counted", sandbox=sandbox_id, why=str(problem))
             return
-        refused = counters.refused + counters.limited
-        await self._tell(RECORDS, RouterCounts(sandbox=sandbox_id, allowed=counters.allowed, refused=refused))
+        await self._tell(RECORDS, _counts(sandbox_id, counters, is_beginning=is_beginning))
 
     async def _tell(self, name: str, message: Message, *, answer: type[A] = Done) -> A | None:  # type: ignore[assignment]
         worker = self.workers.get(name)
@@ -277,3 +299,8 @@ class WorkerSet:
         if slot is None:
             raise NotFound(f"cannot find the slot of sandbox {sandbox_id}", code="sandbox_not_found")
         return slot
+
+
+def _counts(sandbox_id: str, counters: Counters, *, is_beginning: bool = False) -> RouterCounts:
+    refused = counters.refused + counters.limited
+    return RouterCounts(sandbox=sandbox_id, allowed=counters.allowed, refused=refused, is_beginning=is_beginning)
