@@ -4,6 +4,7 @@
              forged, paced   policy's layers      └ input ──── admitted ── the peek      (a name will be read)
                                                   └ refused / limited ── answer          (said at once)
 
+Multicast and broadcast end at the device: no answer is ever sent to such, and routing would drop them unseen.
 `judge` puts its word into the packet's mark; the policy's part of it lies in the chain `layers`, which
 `policy_rules` rewrites. Until then the word is no: a router that was never given a policy lets nothing through.
 """
@@ -63,6 +64,12 @@ table netdev $table {
   counter forged { }
   counter paced { }
   counter names_paced { }
+  counter refused { }
+  chain unanswerable {
+    counter name "refused"
+    limit rate 20/second burst 50 packets log group $log_group snaplen 128 queue-threshold 1 prefix "d 0"
+    drop
+  }
   chain guest {
     type filter hook ingress device "$lan" priority -500; policy drop;
     ether saddr != $guest_mac counter name "forged" drop
@@ -73,6 +80,7 @@ counter name "names_paced" drop
     ip protocol icmp limit rate over $pings_per_s/second burst $pings_per_s packets counter name "paced" drop
     limit rate over $packets_per_s/second burst $packets_per_s packets counter name "paced" drop
     limit rate over $megabytes_per_s mbytes/second burst $megabytes_burst mbytes counter name "paced" drop
+    ether type ip ip version 4 ip hdrlength 5 ip saddr $guest ip daddr 224.0.0.0/3 goto unanswerable
     ether type ip ether daddr $router_mac ip version 4 ip hdrlength 5 ip saddr $guest accept
     counter name "forged" drop
   }
@@ -207,6 +215,7 @@ def base_rules(
         vars(limits),
         megabytes_burst=min(limits.megabytes_per_s, _MAX_BURST_MEGABYTES),
         table=TABLE,
+        log_group=LOG_GROUP,
         lan=LAN,
         wan=WAN,
         guest=GUEST_ADDRESS,
