@@ -18,7 +18,7 @@ from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.rules import GUEST_FLOW
 from router_world import RouterWorld, judge, router_world
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="needs root"), pytest.mark.timeout(300)]
 
 HOST = IPv4Address("80.90.100.10")
 MIRROR = IPv4Address("10.77.0.5")
