@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -87,8 +89,10 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    folder = tmp_path_factory.mktemp("node")
+def node() -> Iterator[Node]:
+    # Not pytest's own folder: the network workers' user must be able to pass it.
+    folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
+    folder.chmod(0o755)
     settings = load_settings(state_dir=folder / "state", run_dir=folder / "run", runtime="gvisor")
     with DaemonForker() as forker:
         node = Node(settings, forker)
@@ -98,6 +102,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
             node.process.wait()
     remove_mounts(settings)
     remove_groups(settings)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
