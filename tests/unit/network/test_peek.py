@@ -411,7 +411,7 @@ async def _answer(reader) -> str:
 async def _start(rig, name: str):
     """A connection that is carried."""
     reader, writer = await rig.connect(WEB, 443)
-    hello = made_by_python(name)
+    hello = hello_of(server_name(name.encode()))
     writer.write(hello)
     assert await reader.readexactly(len(hello)) == hello
     return reader, writer
@@ -423,3 +423,27 @@ async def _try(rig) -> str:
     except (ConnectionError, asyncio.IncompleteReadError):
         return "reset"
     return "carried"
+
+
+async def test_what_costs_much_to_read_waits_its_turn(world):
+    """A body in chunks of one byte, which takes more of the process than it is worth."""
+    taken = bytearray()
+
+    async def swallow(reader, writer):
+        while data := await reader.read(1 << 20):
+            taken.extend(data)
+
+    rig = PeekRig(world, limits=PeekLimits(reading_share=0.001, reading_burst_s=0.0))
+    await rig.use(ALLOW, names=NAMES)
+    async with rig.server(80, swallow):
+        _, writer = await rig.connect(WEB, 80)
+        writer.write(get("www.allowed.test", more="Transfer-Encoding: chunked\r\n"))
+        await rig.told_of("open")
+        writer.write(b"1\r\nx\r\n" * 30_000)
+        await asyncio.sleep(1)
+        assert 1000 < len(taken) < 60_000
+        hello = made_by_python("www.allowed.test")
+        async with rig.server(443, echo):  # others are served meanwhile
+            assert await rig.ask_and_end(WEB, 443, hello) == hello
+    await rig.close()
+    world.fresh()

@@ -53,9 +53,9 @@ class Rig:
         self.book.take(read, now=self.now)
 
     def end(self, *, source: IPv4Address = SLOT, **changes: Any) -> None:
-        flow = {"protocol": "tcp", "source_port": 40000, "address": WEB, "port": 443, **changes}
+        flow = {"protocol": "tcp", "source_port": 40000, "address": WEB, "port": 443, "mapped_port": 0, **changes}
         self.book.end_flow(
-            Flow(source=source, answered_by=WEB, mapped_port=0, mark=0, bytes_sent=70, bytes_received=900, key=b"", **flow),
+            Flow(source=source, answered_by=WEB, mark=0, bytes_sent=70, bytes_received=900, key=b"", **flow),
             now=self.now,
         )
 
@@ -275,6 +275,14 @@ def test_ends_that_come_after_the_sandbox(rig):
     last = rig.entries()[-1]
     assert (last["event"], last["port"], last["bytes_sent"]) == ("closed", 80, None)
     assert len(rig.entries()) == 4
+
+
+def test_the_peek_may_tell_of_ends_after_the_sandbox(rig):
+    rig.open()
+    rig.tell(event="open", id="a-1", address=str(WEB), port=443, source_port=40000, rule="internet")
+    rig.book.close(SANDBOX, now=rig.now)
+    rig.tell(event="closed", id="a-1", bytes_sent=5, bytes_received=6)
+    assert [entry["bytes_sent"] for entry in rig.entries()] == [None, 5]
 
 
 def test_a_restart_knows_what_was_open_and_what_was_counted(rig):

@@ -16,6 +16,8 @@ MAX_HELLO_BYTES = 70_000
 
 _CHANGE_CIPHER, _HANDSHAKE, _DATA, _CLIENT_HELLO = 20, 22, 23, 1
 _MAX_RECORD = 1 << 14
+_MAX_RECORDS = 128
+"""Of one hello, and between two: each takes time, however short it is."""
 _RECORD_HEADER = 5
 _SERVER_NAME, _EARLY_DATA, _ENCRYPTED_HELLO = 0, 42, 0xFE0D
 _MAX_SESSION_ID = 32
@@ -42,7 +44,7 @@ class HelloParser:
     def __init__(self) -> None:
         self._records = bytearray()
         self._message = bytearray()
-        self._taken = 0
+        self._taken = self._fragments = 0
 
     def feed(self, data: bytes) -> ClientHello | None:
         """None: more is needed. Raises ValueError when these bytes are no ClientHello that a name can be read from."""
@@ -74,6 +76,9 @@ class HelloParser:
             raise ValueError("a TLS record has a wrong length")
         if len(records) < _RECORD_HEADER + length:
             return None
+        self._fragments += 1
+        if self._fragments > _MAX_RECORDS:
+            raise ValueError("the TLS hello is in too many pieces")
         fragment = bytes(records[_RECORD_HEADER : _RECORD_HEADER + length])
         del records[: _RECORD_HEADER + length]
         return fragment
@@ -105,6 +110,7 @@ class SecondHello:
         self._records = bytearray()
         self._message = bytearray()
         self._early = _MAX_EARLY_DATA if first.has_early_data else 0
+        self._fragments = 0
         self.is_over = False
         """No second hello can come: nothing needs to be fed any more, and nothing is held back."""
 
@@ -129,6 +135,9 @@ class SecondHello:
         length = _RECORD_HEADER + int.from_bytes(records[3:5])
         if len(records) < length:
             return b""
+        self._fragments += 1
+        if self._fragments > _MAX_RECORDS:
+            raise ValueError("too many TLS records come before the session")
         record = bytes(records[:length])
         del records[:length]
         return record

@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Callable
 
 from cpuos.node.network.peek.gate import Gate, Refused
 
-__all__ = ["Buffer", "Relay", "reset"]
+__all__ = ["Allowance", "Buffer", "Relay", "reset"]
 
 _LINGER_NOT = struct.pack("ii", 1, 0)
 _PIECE, _SMALL_PIECE = 256 << 10, 16 << 10
-_TURNS = 4
+_TURNS = 2
 # A peer that is gone without a word is noticed after about four minutes.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 120), (socket.TCP_KEEPINTVL, 30), (socket.TCP_KEEPCNT, 4))
 
@@ -43,6 +44,22 @@ class Buffer:
         return self._bytes if self.held < self._plenty else self._bytes[:_SMALL_PIECE]
 
 
+class Allowance:
+    """How much of the process' time one sandbox may take with what has to be read: many small pieces cost as much as
+    many large ones, and all sandboxes share one thread."""
+
+    def __init__(self, *, share: float, most_s: float) -> None:
+        self._share, self._most_s = share, most_s
+        self._left_s, self._filled = most_s, time.monotonic()
+
+    def spend(self, seconds: float) -> float:
+        """How long to rest after that."""
+        now = time.monotonic()
+        self._left_s = min(self._most_s, self._left_s + (now - self._filled) * self._share) - seconds
+        self._filled = now
+        return max(0.0, -self._left_s / self._share)
+
+
 class Relay:
     """Between a guest and a server. What the guest sends passes the gate. Both sockets are the relay's."""
 
@@ -53,12 +70,14 @@ class Relay:
         *,
         gate: Gate,
         buffer: Buffer,
+        allowance: Allowance,
         on_refused: Callable[[Refused], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._gate, self._on_refused = gate, on_refused
         self._guest, self._server = guest, server
         self._over = asyncio.Event()
+        self._allowance = allowance
         self._up = _Pump(self, guest, server, buffer=buffer, change=None if gate.is_transparent else self._pass_gate)
         self._down = _Pump(self, server, guest, buffer=buffer, change=self._see_answer if gate.is_holding else None)
 
@@ -112,7 +131,10 @@ class Relay:
         self._down.stop()
 
     def _pass_gate(self, data: bytes) -> bytes:
+        begun = time.perf_counter()
         passed = self._gate.feed(data) if data else self._gate.end()
+        if rest_s := self._allowance.spend(time.perf_counter() - begun):
+            self._up.rest(rest_s)
         if self._gate.is_holding:
             self._up.pause()
             self._down.change = self._see_answer
@@ -154,6 +176,7 @@ class _Pump:
         self.is_over = False
         self._waiting = b""
         self._has_ended = self._is_paused = self._is_reading = False
+        self._resting: asyncio.TimerHandle | None = None
 
     def start(self, *, is_paused: bool = False) -> None:
         self._is_paused = is_paused
@@ -163,6 +186,8 @@ class _Pump:
         self._loop.remove_reader(self._source.fileno())
         self._loop.remove_writer(self._target.fileno())
         self._is_reading = False
+        if self._resting is not None:
+            self._resting.cancel()
         self._hold(b"")
         self._is_paused = self._has_ended = True
 
@@ -174,6 +199,17 @@ class _Pump:
         self._is_paused = False
         self._listen()
 
+    def rest(self, seconds: float) -> None:
+        """Read on only after so long."""
+        if self._resting is not None:
+            self._resting.cancel()
+        self._resting = self._loop.call_later(seconds, self._rested)
+        self._listen()
+
+    def _rested(self) -> None:
+        self._resting = None
+        self._listen()
+
     def push(self, data: bytes) -> None:
         """Send this behind what waits."""
         if self._waiting:
@@ -182,7 +218,7 @@ class _Pump:
             self._send(data)
 
     def _listen(self) -> None:
-        wanted = not (self._is_paused or self._has_ended or self._waiting)
+        wanted = not (self._is_paused or self._resting or self._has_ended or self._waiting)
         if wanted and not self._is_reading:
             self._loop.add_reader(self._source.fileno(), self._read)
         elif self._is_reading and not wanted:
@@ -191,7 +227,7 @@ class _Pump:
 
     def _read(self) -> None:
         for _ in range(_TURNS):
-            room = self._buffer.room()
+            room = self._buffer.room() if self.change is None else self._buffer.room()[:_SMALL_PIECE]
             try:
                 count = self._source.recv_into(room)
             except (BlockingIOError, InterruptedError):

@@ -15,7 +15,7 @@ from ipaddress import IPv4Address
 from cpuos.node.network.judge import Judge, Judgement
 from cpuos.node.network.peek.feed import PeekFeed
 from cpuos.node.network.peek.gate import Gate, Refused
-from cpuos.node.network.peek.relay import Buffer, Relay, reset
+from cpuos.node.network.peek.relay import Allowance, Buffer, Relay, reset
 from cpuos.node.network.peek.stock import SocketStock
 from cpuos.types.network import EffectivePolicy
 
@@ -37,6 +37,9 @@ class PeekLimits:
     silence_s: float = 0.2
     """After so long the server may speak first, on ports where no name has to be read."""
     dial_s: float = 30.0
+    reading_share: float = 0.1
+    """Of the process' time, for reading what one sandbox sends: more of it waits."""
+    reading_burst_s: float = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class PeekedSandbox:
         self._judge = Judge(policy)
         self._connections: set[_Connection] = set()
         self._pause: asyncio.TimerHandle | None = None
+        self._allowance = Allowance(share=world.limits.reading_share, most_s=world.limits.reading_burst_s)
         self.stock = SocketStock(lambda count: world.order_sockets(sandbox, count))
         self._loop.add_reader(listener.fileno(), self._accept)
         if self._judge.names_matter:
@@ -192,6 +196,7 @@ class PeekedSandbox:
             server,
             gate=gate,
             buffer=self._world.buffer,
+            allowance=self._allowance,
             on_refused=lambda refusal: self._record_refusal(connection, refusal),
         )
         try:

@@ -162,6 +162,9 @@ class Book:
         """A message of the forwarder or the peek."""
         known = self._sandboxes.get(report.sandbox)
         if known is None:
+            late = self._late.get(report.sandbox)
+            if late is not None and isinstance(report, PeekClosed):
+                self._end_by_peek(late.flows, report, at=now)
             return
         if isinstance(report, Resolved):
             self._learn(known, report.name, report.address)
@@ -177,9 +180,7 @@ class Book:
             key = FlowKey("tcp", report.source_port, report.address, report.port)
             self._begin(known, key, name=name, rule=rule, at=now, logged=0, peek=report.id)
         elif isinstance(report, PeekClosed):
-            found = known.flows.end_by_peek(report.id)
-            if found is not None:
-                self._end(known.id, found, sent=report.bytes_sent, received=report.bytes_received, at=now)
+            self._end_by_peek(known.flows, report, at=now)
         else:
             self._write_gap(known.id, report.count, verdict=None, at=now)
 
@@ -242,6 +243,11 @@ class Book:
             self._end(known.id, replaced, sent=None, received=None, at=at)
         private = {"_port": key.source_port, "_peek": peek, "_logged": logged}
         self.journal.append({**_entry("open", known.id, flow, at=at), **private})
+
+    def _end_by_peek(self, flows: OpenFlows, report: PeekClosed, *, at: float) -> None:
+        found = flows.end_by_peek(report.id)
+        if found is not None:
+            self._end(report.sandbox, found, sent=report.bytes_sent, received=report.bytes_received, at=at)
 
     def _end(self, sandbox: str, flow: OpenFlow, *, sent: int | None, received: int | None, at: float) -> None:
         counted = {"bytes_sent": sent, "bytes_received": received}
