@@ -32,6 +32,7 @@ type agent struct {
 	tunnels  atomic.Int32       // open ones
 	starts   singleflight.Group // of commands, by id
 	logs     logFolders
+	prepare  func() // returns when this process is fit for more than to say who it is
 
 	mu         sync.Mutex // guards the rest
 	generation int64
@@ -44,7 +45,7 @@ type agent struct {
 func newAgent(sandbox string, nodeKey ed25519.PublicKey, etc string) *agent {
 	return &agent{
 		sandbox: sandbox, nodeKey: nodeKey, users: &userTable{folder: etc}, children: &reaper{waiters: map[int]func(syscall.WaitStatus){}, born: make(chan os.Signal, 1)}, started: now(),
-		conns: map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
+		prepare: func() {}, conns: map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
 	}
 }
 
@@ -112,8 +113,11 @@ func (a *agent) serve(r *request) any {
 		r.id, parts[3] = parts[3], "ID"
 	}
 	route := r.Method + " " + strings.Join(parts, "/")
-	known := route == "POST /v1/identity" || a.authorized(r.Header.Get("Authorization"))
-	demand(known, fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
+	if route != "POST /v1/identity" {
+		known := a.authorized(r.Header.Get("Authorization"))
+		demand(known, fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
+		a.prepare()
+	}
 	handle := routes[route]
 	demand(handle != nil, fail(404, "not_found", "no such call"))
 	return handle(a, r)
@@ -137,6 +141,7 @@ func (a *agent) setIdentity(r *request) any {
 		claim.Sandbox != a.sandbox || claim.ExpiresAt <= claim.Now || len(claim.SessionKey) != 32 || !a.accepts(r.TCPConn, claim) {
 		check(fail(401, "identity_refused", "the statement is not one of this sandbox's node, or not a newer one"))
 	}
+	go a.prepare() // the host waits for this answer, and takes a moment until its next call
 	return a.hello(r)
 }
 

@@ -39,9 +39,6 @@ func main() {
 	if err != nil || len(key) != ed25519.PublicKeySize || *sandbox == "" {
 		log.Fatal("usage: cpuos-agent --sandbox ID --node-key BASE64")
 	}
-	beLean()
-	beInit()
-	reserveThreads()
 	address, peer := guestAddress, net.ParseIP(hostAddress)
 	if *listen != "" {
 		address, peer = *listen, net.IPv4(127, 0, 0, 1)
@@ -55,6 +52,11 @@ func main() {
 	}
 	a := newAgent(*sandbox, key, *userTable)
 	go a.children.loop()
+	a.prepare = sync.OnceFunc(func() {
+		beLean()
+		beInit()
+		reserveThreads()
+	})
 	a.accept(listener, peer)
 }
 
