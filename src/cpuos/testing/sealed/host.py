@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -61,6 +62,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def _serve(control: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     forwarder = _Forwarder()
+    folder = ""
     control.setblocking(False)
     await loop.sock_sendall(control, b'{"answer": "ready"}\n')
     while True:
@@ -70,13 +72,26 @@ async def _serve(control: socket.socket) -> None:
         loop.remove_reader(control)
         packet, descriptors, _, _ = socket.recv_fds(control, 4096, 4)
         if not packet:
+            _remove(folder)
             os._exit(0)  # what is still carried ends with the world
         question = json.loads(packet)
-        if question["op"] == "forward":
+        if question["op"] == "folder":
+            folder = question["path"]
+        elif question["op"] == "forward":
             await forwarder.open(socket.socket(fileno=descriptors[0]), port=question["port"])
         else:
             forwarder.close(question["port"])
         await loop.sock_sendall(control, b'{"answer": null}\n')
+
+
+def _remove(folder: str) -> None:
+    """What slots of the world have on disk; also when the test was killed."""
+    if folder:
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            point = line.split()[4]
+            if point.startswith(f"{folder}/"):
+                syscalls.umount(point, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:

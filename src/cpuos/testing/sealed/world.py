@@ -216,9 +216,9 @@ class SealedWorld:
 
     @cached_property
     def _folder(self) -> Path:
-        folder = tempfile.TemporaryDirectory(prefix="cpuos-sealed-")
-        self._stack.push(folder)
-        return Path(folder.name)
+        folder = tempfile.mkdtemp(prefix="cpuos-sealed-")
+        self._host_process.ask(op="folder", path=folder)  # which removes it, however this process ends
+        return Path(folder)
 
 
 class FakeNames:
@@ -252,7 +252,10 @@ class _Child:
         own, theirs = socket.socketpair()
         with theirs:
             argv = [sys.executable, "-m", self._module, str(theirs.fileno())]
-            self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            # A session of its own: what kills the test's whole group leaves it the time to tidy up.
+            self._process = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
         self._control = own
         self._control.settimeout(60)
         self._answers = own.makefile("rb")
