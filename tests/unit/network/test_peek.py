@@ -19,6 +19,7 @@ from router_world import router_world
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 ALLOW = {"allow": ["*.allowed.test", "git.allowed.test:22", "api.allowed.test:8443"]}
+DATA = b"\x17\3\3\0\5hello"  # what a TLS session says behind its hello
 NAMES = learned(www_allowed_test=WEB, git_allowed_test=WEB, api_allowed_test=WEB)
 
 
@@ -305,8 +306,8 @@ async def test_a_policy_that_changes_cuts_what_it_refuses(rig):
         await rig.use({"allow": ["www.allowed.test", "git.allowed.test:22"]}, version=2, names=NAMES)
         with pytest.raises(ConnectionError):
             await api[0].readexactly(1)
-        www[1].write(b"goes on")
-        assert await www[0].readexactly(7) == b"goes on"
+        www[1].write(DATA)
+        assert await www[0].readexactly(len(DATA)) == DATA
         git[1].write(b"too")
         assert await git[0].readexactly(3) == b"too"
         [refused] = await rig.told_of("refused")
@@ -347,8 +348,8 @@ async def test_many_idle_connections_and_the_cap(rig):
         assert more.count("reset") == 25
         refused = await rig.told_of("refused", 25)
         assert {record["rule"] for record in refused} == {"limit: 256 connections by name at once"}
-        held[0][1].write(b"still")
-        assert await held[0][0].readexactly(5) == b"still"
+        held[0][1].write(DATA)
+        assert await held[0][0].readexactly(len(DATA)) == DATA
         for _, writer in held:
             writer.transport.abort()
 
