@@ -115,15 +115,12 @@ func (w *fileWriter) commit() {
 		}
 		check(rename(w.temporary, w.final, !w.exclusive))
 	})
-	w.temporary = ""
 }
 
-// close removes what was not committed.
+// close removes what was not committed: nothing else has the temporary name.
 func (w *fileWriter) close() {
 	w.file.Close()
-	if w.temporary != "" {
-		os.Remove(w.temporary)
-	}
+	os.Remove(w.temporary)
 }
 
 // followLinks gives the path that a write through p reaches, which need not exist.

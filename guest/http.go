@@ -109,12 +109,10 @@ func (r *request) readHead() {
 // parseQuery decodes percent-encoded bytes; a plus is a plus.
 func parseQuery(text string) url.Values {
 	query, err := url.ParseQuery(strings.ReplaceAll(text, "+", "%2B"))
-	for _, values := range query {
-		if len(values) > 1 {
-			err = errHead
-		}
-	}
 	demand(err == nil, errHead)
+	for _, values := range query {
+		demand(len(values) == 1, errHead)
+	}
 	return query
 }
 
@@ -159,9 +157,8 @@ func (r *request) Read(p []byte) (n int, err error) {
 func (r *request) readJSON(into any) {
 	body := got(io.ReadAll(io.LimitReader(r, jsonBytes+1)))
 	demand(len(body) <= jsonBytes, invalid("the body is over %d bytes", jsonBytes))
-	if err := json.Unmarshal(body, into); err != nil {
-		check(invalid("the body is not the JSON of this call: %s", err))
-	}
+	err := json.Unmarshal(body, into)
+	demand(err == nil, invalid("the body is not the JSON of this call: %v", err))
 }
 
 // head makes the first part of an answer; length -1 means chunked.

@@ -30,9 +30,8 @@ func (a *agent) connectPort(r *request) any {
 	defer server.Close()
 	r.send(r.upgradeHead())
 	r.SetDeadline(never)
-	early := got(r.in.Peek(r.in.Buffered())) // what came along with the head
-	got(server.Write(early))
-	var half atomic.Bool // one side has ended
+	got(server.Write(got(r.in.Peek(r.in.Buffered())))) // what came along with the head
+	var half atomic.Bool                               // one side has ended
 	done := make(chan error, 2)
 	go func() { done <- attempt(func() { relay(server, r.TCPConn, &half) }) }()
 	go func() { done <- attempt(func() { relay(r.TCPConn, server, &half) }) }()
