@@ -309,6 +309,25 @@ def test_second_hello_of_another_host_is_refused(record: int) -> None:
         watch.feed(CHANGE_CIPHER + second)
 
 
+# What is left of a hello that servers take, or of the way to it: test_second_hellos.py asks OpenSSL.
+@pytest.mark.parametrize(
+    "second",
+    [
+        b"\x15\3\3\0\2\1\x5a" + hello_of(server_name(b"b.example")),
+        b"\x15\3\3\0\2\2\x5a" + hello_of(server_name(b"b.example")),
+        records_of(message_of(body_of(server_name(b"b.example"), version=b"\x7f\xff"))),
+        records_of(message_of(body_of(server_name(b"b.example"), suites=b"\x13\1" * 32000))),
+        records_of(
+            message_of(body_of(extension(21, bytes(9000)), server_name(b"b.example"), suites=b"\x13\1" * 32000))
+        ),
+    ],
+    ids=["behind a warning", "behind a fatal one", "of another version", "long", "too long"],
+)
+def test_second_hellos_in_disguise_are_refused(second: bytes) -> None:
+    with pytest.raises(ValueError, match=r"second TLS hello|unknown version"):
+        SecondHello(FIRST).feed(CHANGE_CIPHER + second)
+
+
 def test_second_hello_after_early_data_is_seen() -> None:
     watch = SecondHello(ClientHello(name="a.example", has_encrypted_hello=False, has_early_data=True))
     early = records_of(bytes(16000), kind=23)
@@ -325,14 +344,31 @@ def test_second_hello_after_early_data_is_seen() -> None:
         CHANGE_CIPHER + records_of(bytes(64), kind=23),
         records_of(b"\x10\0\0\x21" + bytes(33)) + CHANGE_CIPHER + records_of(b"\1" * 40),
         CHANGE_CIPHER + records_of(b"\1" + bytes(39)),
-        b"\x15\3\3\0\2\2\x28",
+        CHANGE_CIPHER + records_of(b"\1" * 40) + records_of(bytes(40), kind=23),
     ],
-    ids=["data", "TLS 1.3", "TLS 1.2", "TLS 1.2 resumed", "alert"],
+    ids=["data", "TLS 1.3", "TLS 1.2", "TLS 1.2 resumed", "TLS 1.2 resumed, much like a hello"],
 )
 def test_what_usually_follows_passes(following: bytes) -> None:
     watch = SecondHello(FIRST)
     assert watch.feed(following + b"anything") == following + b"anything"
     assert watch.is_over
+
+
+def test_an_alert_passes() -> None:
+    alert = b"\x15\3\3\0\2\2\x28"
+    assert SecondHello(FIRST).feed(alert) == alert
+
+
+def test_what_is_no_tls_does_not_follow() -> None:
+    with pytest.raises(ValueError, match="no TLS"):
+        SecondHello(FIRST).feed(b"GET / HTTP/1.1\r\n")
+
+
+def test_many_small_records_behind_early_data_pass() -> None:
+    watch = SecondHello(ClientHello(name="a.example", has_encrypted_hello=False, has_early_data=True))
+    small = records_of(bytes(30), kind=23)
+    for _ in range(1000):
+        assert watch.feed(small) == small
 
 
 def test_endless_small_records_are_refused():

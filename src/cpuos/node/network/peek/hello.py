@@ -14,7 +14,7 @@ __all__ = ["MAX_HELLO_BYTES", "ClientHello", "HelloParser", "SecondHello", "host
 MAX_HELLO_BYTES = 70_000
 """With record headers. Chromium's largest is about 2 kB; a resumption with a big ticket stays under 20 kB."""
 
-_CHANGE_CIPHER, _HANDSHAKE, _DATA, _CLIENT_HELLO = 20, 22, 23, 1
+_CHANGE_CIPHER, _ALERT, _HANDSHAKE, _DATA, _CLIENT_HELLO = 20, 21, 22, 23, 1
 _MAX_RECORD = 1 << 14
 _MAX_RECORDS = 128
 """Of one hello, and between two: each takes time, however short it is."""
@@ -24,6 +24,8 @@ _MAX_SESSION_ID = 32
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 _ENDS_IN_NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)")
 _MAX_NAME = 253
+_SHORTEST_HELLO, _LONGEST_TAKEN = 41, 131_396
+"""What a server may take for one; the longest is OpenSSL's."""
 _MAX_EARLY_DATA = 256 << 10
 """Servers take 16 kB at most, and throw no more than that away before a second hello."""
 
@@ -128,14 +130,14 @@ class SecondHello:
 
     def _next_record(self) -> bytes:
         records = self._records
-        if records and records[0] not in (_CHANGE_CIPHER, _HANDSHAKE, _DATA):
-            self.is_over = True
-        if self.is_over or len(records) < _RECORD_HEADER:
+        if records and records[0] not in (_CHANGE_CIPHER, _ALERT, _HANDSHAKE, _DATA):
+            raise ValueError("what follows the TLS hello is no TLS")
+        if len(records) < _RECORD_HEADER:
             return b""
         length = _RECORD_HEADER + int.from_bytes(records[3:5])
         if len(records) < length:
             return b""
-        self._fragments += 1
+        self._fragments += records[0] != _DATA  # which are counted by their bytes
         if self._fragments > _MAX_RECORDS:
             raise ValueError("too many TLS records come before the session")
         record = bytes(records[:length])
@@ -151,13 +153,15 @@ class SecondHello:
             self.is_over = self._early <= 0
 
     def _compare(self) -> None:
+        """What is encrypted looks like a hello once in 30,000 times, but never comes to its end before the data do."""
         message = self._message
-        if len(message) < 6:
+        if len(message) < 4:
             return
         length = int.from_bytes(message[1:4])
-        # What is encrypted looks like this once in 2^30 times.
-        if message[0] != _CLIENT_HELLO or message[4] != 3 or not 2 < length <= MAX_HELLO_BYTES:
+        if message[0] != _CLIENT_HELLO or not _SHORTEST_HELLO <= length <= _LONGEST_TAKEN:
             self.is_over = True
+        elif len(message) > MAX_HELLO_BYTES:
+            raise ValueError("the second TLS hello is too long")
         elif len(message) >= 4 + length:
             if _parse_hello(bytes(message[4 : 4 + length])).name != self._first.name:
                 raise ValueError("the second TLS hello names another host")
