@@ -30,6 +30,8 @@ from cpuos.types.sandbox import Isolation
 __all__ = ["GvisorRuntime"]
 
 _START_S = 30.0
+# More of them at the same time end no sooner, and each would take longer than it may.
+_STARTS_PER_CPU, _LEAST_STARTS = 2, 4
 _DELETE_S = 15.0
 _KEPT_KILLS = 256
 _PANIC_HEAD = 64 << 10
@@ -60,6 +62,7 @@ class GvisorRuntime:
         self._worker = VictimWorker()
         self._watchdog = MemoryWatchdog(self._groups, worker=self._worker, on_kill=self._note_kill)
         self._on_oom = host.on_oom
+        self._starts = asyncio.Semaphore(max(_LEAST_STARTS, _STARTS_PER_CPU * len(os.sched_getaffinity(0))))
         self._running: dict[str, _Running] = {}
         self.oom_kills: deque[OomKill] = deque(maxlen=_KEPT_KILLS)
         """The latest processes that were killed for memory, oldest first."""
@@ -152,9 +155,10 @@ class GvisorRuntime:
         bundle = write_bundle(spec, cgroups_path=self._groups.oci_path(spec.id))
         worker = asyncio.create_task(self._worker.start())
         prepared = time.perf_counter()
-        status = await self._runsc.run_detached(
-            spec.id, flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S
-        )
+        async with self._starts:
+            status = await self._runsc.run_detached(
+                spec.id, flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S
+            )
         await worker
         run = time.perf_counter()
         if status != 0:
