@@ -273,8 +273,8 @@ async def test_ten_thousand_connections_a_second_stay_bounded(world, node):
     assert node.worker.pid is not None
     started, cpu = time.monotonic(), _cpu_s(node.worker.pid)
     sent = 0
-    for step in range(20):
-        frames = [packets.udp_frame(WEB, 1 + n % 60000, source_port=1024 + step) for n in range(1500)]
+    for step in range(10):
+        frames = [packets.udp_frame(WEB, 1 + n, source_port=1024 + step) for n in range(1200)]
         await asyncio.to_thread(world.send, *frames)
         sent += len(frames)
     await asyncio.to_thread(world.settle)
@@ -287,6 +287,14 @@ async def test_ten_thousand_connections_a_second_stay_bounded(world, node):
     assert sum(entry["count"] for entry in entries if entry["event"] in ("open", "gap")) == sent
     assert rss < 160
     assert used / sent < 300e-6
+
+
+async def test_a_worker_that_is_told_to_end_writes_down_what_it_holds(world, node):
+    await node.open(node.worker, "off")
+    assert await asyncio.to_thread(world.connect, WEB, 81) == "Connection refused"
+    await node.worker.close()
+    [path] = (node.state).glob("*.jsonl")
+    assert [json.loads(line)["port"] for line in path.read_text().splitlines()] == [81]
 
 
 async def test_closing_lets_go_of_the_router(world, node):

@@ -210,6 +210,13 @@ class Book:
         for sandbox, count in self.journal.take_lost().items():
             self._write_gap(sandbox, count, verdict=None, at=now)
 
+    def finish(self, now: float) -> None:
+        """Write everything: the process ends."""
+        for known in self._sandboxes.values():
+            self._write_refusals(known, known.gathering.take())
+        self.settle(now)
+        self.journal.close()
+
     # what is asked for
 
     def refusals(self, sandbox: str, after: int) -> tuple[list[dict[str, Any]], int, bool]:

@@ -57,19 +57,20 @@ class RecordsWorker:
         ]
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.should_exit = True
         for task in self._tasks[1:]:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._book is not None:  # first of all: there may be little time
+            for sandbox in [None, *self._logs]:
+                self._drain(sandbox)
+            self._book.finish(time.time())
         for log in self._logs.values():
             self._forget(log.socket)
         for one in (*self._feeds, *([self._ends] if self._ends else [])):
             self._forget(one)
         self._readers.close()
-        if self._book is not None:
-            self._book.settle(time.time())
-            self._book.journal.close()
+        if self._server is not None:
+            self._server.should_exit = True
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # what the node asks
 

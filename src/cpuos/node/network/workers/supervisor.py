@@ -57,6 +57,8 @@ class Timing:
     """An answer that takes longer means that the worker hangs: it is killed."""
     ping_every_s: float = 5.0
     """How often it is asked for a sign of life, within `request_s`."""
+    end_s: float = 1.0
+    """How long one may take to end by itself."""
     first_backoff_s: float = 0.1
     last_backoff_s: float = 10.0
     healthy_s: float = 30.0
@@ -118,12 +120,12 @@ class Worker:
         self._keeper = asyncio.create_task(self._keep(ended), name=f"cpuos-worker-{self.name}")
 
     async def close(self) -> None:
-        """End it for good."""
+        """End it for good; it may write down what it still holds."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
             self._keeper = None
-        await self._stop()
+        await self._stop(patience_s=self._timing.end_s)
 
     async def wait_ready(self) -> None:
         """Until a process serves, `on_restart` done."""
@@ -257,7 +259,8 @@ class Worker:
         self._calls = None
         ended.set()
 
-    async def _stop(self) -> None:
+    async def _stop(self, *, patience_s: float = 0.0) -> None:
+        """The closed channel tells a worker to end; one that has not is killed."""
         self._ready.clear()
         calls, self._calls = self._calls, None
         if calls is not None:
@@ -265,6 +268,9 @@ class Worker:
         process, self._process = self._process, None
         if process is None:
             return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await process.wait()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
