@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from gateway_rig import SANDBOX, LocalDialled, LocalDialler, Rig, error_code, go_agent, open_rig
 
-from cpuos.errors import Conflict, CpuosError, NotFound
+from cpuos.errors import Conflict, CpuosError, NotFound, Unavailable
 
 UNKNOWN = NotFound("cannot find sandbox", code="sandbox_not_found")
 BEING_MADE = Conflict("cannot reach sandbox", "it is still being created")
+SILENT = Unavailable("cannot reach the node daemon", "TimeoutError", code="node_unavailable")
 
 
 @dataclass(kw_only=True)
@@ -43,7 +44,7 @@ async def attach(rig: Rig, *, starting_s: float, wait_s: float = 5) -> tuple[int
 
 
 async def test_it_waits_for_a_node_that_makes_the_sandbox(agent: int, dialler: SlowNode, tmp_path: Path) -> None:
-    dialler.refusals = [UNKNOWN, UNKNOWN, BEING_MADE]
+    dialler.refusals = [UNKNOWN, UNKNOWN, BEING_MADE, SILENT, UNKNOWN]
     async with open_rig(tmp_path, dialler) as rig:
         assert await attach(rig, starting_s=30) == (200, "")
         assert dialler.refusals == []
@@ -51,7 +52,7 @@ async def test_it_waits_for_a_node_that_makes_the_sandbox(agent: int, dialler: S
             assert (await client.exec("echo hi")).stdout == b"hi\n"
 
 
-@pytest.mark.parametrize("refusal", [UNKNOWN, BEING_MADE], ids=["unknown", "being made"])
+@pytest.mark.parametrize("refusal", [UNKNOWN, BEING_MADE, SILENT], ids=["unknown", "being made", "silent"])
 async def test_it_does_not_wait_unasked(agent: int, dialler: SlowNode, tmp_path: Path, refusal: CpuosError) -> None:
     dialler.refusals = [refusal]
     async with open_rig(tmp_path, dialler) as rig:

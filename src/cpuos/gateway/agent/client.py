@@ -34,8 +34,8 @@ REFUSED_POLL_S = 0.002
 REFUSED_LIMIT_S = 1.0
 """The link lives, its agent is not there yet: a matter of milliseconds."""
 UNKNOWN_POLL_S = 0.2
-NOT_THERE_YET = frozenset({"sandbox_not_found", "wrong_state"})
-"""What a node says of a sandbox that it is about to make, or takes long to make."""
+NOT_THERE_YET = frozenset({"sandbox_not_found", "wrong_state", "node_unavailable"})
+"""What a node says of a sandbox that it is about to make, or takes long to make; a busy one may say nothing in time."""
 DELETE_QUIET_S = 0.5
 DELETE_BATCH = 32
 
