@@ -362,6 +362,24 @@ async def test_sockets_are_ordered_ahead(rig):
     assert 3 <= rig.orders <= 15
 
 
+async def test_a_connection_without_a_socket_is_recorded(rig, monkeypatch):
+    monkeypatch.setattr("cpuos.node.network.peek.stock._WAIT_S", 0.2)
+
+    async def busy(count: int) -> None:
+        raise OSError("the node is busy")
+
+    assert rig.peek is not None
+    while rig.peek.stock._filling is not None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    rig.peek.stock._order = busy
+    while rig.peek.stock._sockets:
+        rig.peek.stock._sockets.popleft().close()
+    with pytest.raises(ConnectionResetError):
+        await rig.ask(WEB, 443, made_by_python("www.allowed.test"))
+    [refused] = await rig.told_of("refused")
+    assert (refused["name"], refused["rule"]) == ("www.allowed.test", "limit: the node gave no socket in time")
+
+
 async def test_closing_gives_everything_back(world):
     before = len(os.listdir("/proc/self/fd"))
     rig = PeekRig(world)

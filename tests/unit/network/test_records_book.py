@@ -384,6 +384,26 @@ def test_a_torn_line_is_dropped(tmp_path):
     assert [entry["seq"] for entry in rig.entries()] == [1, 2]
 
 
+@pytest.mark.parametrize("broken", [b"{}\n", b"\xff\xfe\n", b'{"seq": 9, "sandbox": "x"}\n', b"[]\n"])
+@pytest.mark.parametrize("place", ["state", "journal"])
+def test_what_a_bad_disk_has_made_of_it_stops_nothing(tmp_path, place, broken):
+    rig = Rig(tmp_path / "journal")
+    rig.open()
+    rig.log("a 1")
+    rig.book.journal.flush()
+    if place == "state":
+        (tmp_path / "journal" / "state").write_bytes(broken)
+    else:
+        path = next((tmp_path / "journal").glob("*.jsonl"))
+        path.write_bytes(broken + path.read_bytes())
+    rig.restart()
+    rig.open()
+    rig.log("a 1", port=80)
+    opened = [entry for entry in rig.entries() if entry.get("event") == "open"]
+    assert [entry["port"] for entry in opened] == [443, 80]
+    assert len({entry["connection"] for entry in opened}) == 2
+
+
 def test_numbers_are_not_used_again_after_a_power_cut(tmp_path):
     rig = Rig(tmp_path / "journal")
     rig.open()

@@ -141,8 +141,11 @@ class PeekedSandbox:
             await self._carry(connection, first)
         except Refused as refusal:
             self._record_refusal(connection, refusal)
-        except (OSError, TimeoutError):
-            pass  # the guest went away, or no socket came
+        except OSError:
+            pass  # the guest went away
+        except Exception:
+            self._record_refusal(connection, Refused("the reader of host names failed", name=connection.gate.name))
+            raise
         finally:
             self._connections.discard(connection)
             if connection.guest.fileno() >= 0:
@@ -172,7 +175,10 @@ class PeekedSandbox:
     async def _carry(self, connection: _Connection, first: bytes) -> None:
         feed, gate = self._world.feed, connection.gate
         judgement = self._judgement(connection)
-        server = await self.stock.take()
+        try:
+            server = await self.stock.take()
+        except TimeoutError:
+            raise Refused("limit: the node gave no socket in time", name=gate.name) from None
         problem: Exception | None = None
         try:
             async with asyncio.timeout(self._world.limits.dial_s):

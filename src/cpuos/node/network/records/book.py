@@ -65,6 +65,7 @@ class Book:
         self._by_address: dict[IPv4Address, _Sandbox] = {}
         self._totals: OrderedDict[str, Totals] = OrderedDict()
         self._late: dict[str, _Late] = {}
+        self._begun = now
         self._connection = 0
         self.journal = make_journal(self._state)
         recovered = recover(self.journal)
@@ -203,6 +204,8 @@ class Book:
         """Write what is whole by now; to be called a few times a second."""
         for known in self._sandboxes.values():
             self._write_refusals(known, known.gathering.take(now))
+        if self._earlier_refusals and now >= self._begun + LATE_S:
+            self._earlier_refusals.clear()
         for sandbox in [name for name, late in self._late.items() if late.until <= now]:
             for flow in self._late.pop(sandbox).flows.all():
                 self._end(sandbox, flow, sent=None, received=None, at=now)

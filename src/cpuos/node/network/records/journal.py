@@ -110,7 +110,8 @@ class RecordsJournal:
         """All entries of the newest segments, from before the kept state on; with what stays on disk."""
         for first in self._segments[-_KEPT_SEGMENTS:]:
             for line in self._path(first).read_bytes().splitlines():
-                yield from_json(line)
+                if (entry := _parse(line)) is not None:
+                    yield entry
 
     def _read(self, after: int) -> Iterator[tuple[dict[str, Any], int, int]]:
         for index, first in enumerate(list(self._segments)):
@@ -122,8 +123,8 @@ class RecordsJournal:
                 file.seek(position)
                 for line in file:
                     position += len(line)
-                    entry = from_json(line)
-                    if entry["seq"] > after:
+                    entry = _parse(line)
+                    if entry is not None and entry["seq"] > after:
                         yield entry, first, position
 
     def _forget(self, held: int) -> None:
@@ -134,7 +135,8 @@ class RecordsJournal:
         """The oldest segment goes unread."""
         path = self._path(self._segments.pop(0))
         for line in path.read_bytes().splitlines():
-            self._lost[str(from_json(line)["sandbox"])] += 1
+            if (entry := _parse(line)) is not None:
+                self._lost[entry["sandbox"]] += 1
         path.unlink(missing_ok=True)
 
     def _begin_segment(self, first: int) -> None:
@@ -155,7 +157,9 @@ class RecordsJournal:
 
     def _read_state(self) -> dict[str, Any]:
         with suppress(FileNotFoundError, ValueError):
-            return dict(from_json((self._folder / "state").read_bytes()))
+            state = from_json((self._folder / "state").read_bytes())
+            if isinstance(state, dict) and isinstance(state.get("seq"), int):
+                return state
         return {"seq": 0, "boot": _boot_id()}
 
     def _read_instance(self) -> str:
@@ -188,3 +192,13 @@ class RecordsJournal:
 
 def _boot_id() -> str:
     return _BOOT_ID.read_text().strip()
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None for what a bad disk has made of one: it must not stop the others."""
+    try:
+        entry = from_json(line)
+    except ValueError:
+        return None
+    is_entry = isinstance(entry, dict) and isinstance(entry.get("seq"), int) and isinstance(entry.get("sandbox"), str)
+    return entry if is_entry else None

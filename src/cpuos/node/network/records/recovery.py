@@ -13,6 +13,7 @@ from cpuos.node.network.records.journal import RecordsJournal
 __all__ = ["Recovered", "Totals", "kept_state", "recover"]
 
 _REFUSALS = 512
+_FAR = 1_000_000
 
 
 @dataclass
@@ -43,6 +44,14 @@ def kept_state(
 
 
 def recover(journal: RecordsJournal) -> Recovered:
+    """What cannot be read again is not known; numbers of connections are never used twice."""
+    try:
+        return _recover(journal)
+    except (KeyError, TypeError, ValueError):
+        return Recovered(connection=journal.last + _FAR)
+
+
+def _recover(journal: RecordsJournal) -> Recovered:
     state, found = journal.kept_state, Recovered()
     found.connection = int(state.get("connection", 0))
     found.totals = {name: Totals(*numbers) for name, numbers in state.get("totals", {}).items()}
@@ -50,6 +59,7 @@ def recover(journal: RecordsJournal) -> Recovered:
         flow = _unflat(flat)
         found.flows.setdefault(sandbox, {})[flow.connection] = flow
     for entry in journal.recent():
+        found.connection = max(found.connection, entry["connection"])
         if entry["event"] == "refused":
             shown = {name: value for name, value in entry.items() if not name.startswith("_")}
             found.refusals.setdefault(entry["sandbox"], []).append(shown)
@@ -62,7 +72,6 @@ def recover(journal: RecordsJournal) -> Recovered:
 def _replay(found: Recovered, entry: dict[str, Any]) -> None:
     sandbox = entry["sandbox"]
     totals = found.totals.setdefault(sandbox, Totals())
-    found.connection = max(found.connection, entry["connection"])
     if entry["event"] == "open":
         totals.allowed += entry["_logged"]
         key = FlowKey(entry["kind"], entry["_port"], IPv4Address(entry["address"]), entry["port"])
