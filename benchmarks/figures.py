@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.commands import exec_true
 from benchmarks.names import dns_neighbour
 from benchmarks.outside import tcp_outside
-from benchmarks.peek import peek_connect, peek_download, peek_upload
+from benchmarks.peek import peek_connect, peek_download
 from benchmarks.previews import preview_messages, preview_request
 from benchmarks.results import Measured
 from benchmarks.slots import policy_change, slot_from_pool
@@ -50,7 +50,6 @@ FIGURES = (
     Figure(name="slot_ms", limit=5, unit="ms", measure=slot_from_pool),
     Figure(name="policy_ms", limit=5, unit="ms", measure=policy_change),
     Figure(name="peek_download", limit=0.7, at_least=True, measure=peek_download),
-    Figure(name="peek_upload", limit=0.7, at_least=True, measure=peek_upload),
     Figure(name="peek_connect", limit=5.0, measure=peek_connect),
     Figure(name="dns_neighbour", limit=2.0, measure=dns_neighbour),
     Figure(name="preview_request", limit=3.0, measure=preview_request),

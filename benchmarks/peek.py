@@ -1,4 +1,8 @@
-"""Connections that the peek carries beside those that pass the same router untouched. No sandbox is started."""
+"""Connections that the peek carries, beside those that pass the same router untouched.
+
+`python -m benchmarks.peek` measures bulk between native programs too: then guest, peek and server share the processors,
+and the figure says what reading and writing everything once more costs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ from functools import partial
 from ipaddress import IPv4Address
 
 from benchmarks.results import Measured, compare_rates, compare_times
-from benchmarks.stage import Stage
+from benchmarks.stage import Stage, put_first
+from cpuos import PIPE, Network, Sandbox
 from cpuos.node.network.judge import Judge
 from cpuos.node.network.namespaces import inside
 from cpuos.node.network.nftables import NftContext
@@ -28,7 +33,7 @@ from cpuos.node.network.workers.supervisor import StartCall, Worker
 from cpuos.testing.sealed import SealedSlot, SealedWorld, addresses
 from cpuos.types.network import EffectivePolicy, NetworkPolicy, PolicyLayer
 
-__all__ = ["peek_connect", "peek_download", "peek_upload"]
+__all__ = ["native_download", "native_upload", "peek_connect", "peek_download"]
 
 _PEEKED, _DIRECT = 9443, 9444
 _NAME = "www.allowed.test"
@@ -40,11 +45,45 @@ _HIGHEST = -20
 Work = Callable[[SealedSlot, int], float]
 
 
+# Waits for a port, takes the bytes from there, and tells how long that took.
+_GUEST = f"""
+import socket, struct, sys, time
+hello = bytes.fromhex(sys.argv[1])
+for port in map(int, sys.stdin):
+    buffer = bytearray(1 << 20)
+    began = time.monotonic()
+    with socket.create_connection(("{_NAME}", port)) as made:
+        made.sendall(hello)
+        while made.recv_into(buffer):
+            pass
+    print(time.monotonic() - began, flush=True)
+"""
+
+
 def peek_download(stage: Stage) -> Measured:
+    """Bytes a second that a program of a sandbox gets from outside."""
+    times: dict[int, list[float]] = {_PEEKED: [], _DIRECT: []}
+    network = Network(allow=[f"{_NAME}:{_PEEKED}", f"{addresses.WEB}:{_DIRECT}"])
+    with SealedWorld() as world, world.instance(max_sandboxes=2) as instance, _server(world):
+        world.names.set(_NAME, [addresses.WEB])
+        put_first(instance.settings.instance_id, processes=[os.getpid()])
+        with Sandbox.create(client=instance.client(), template="python", network=network) as sandbox:
+            job = sandbox.spawn(["python3", "-c", _GUEST, _hello(b"d").hex()], stdin=PIPE)
+            for turn in range(2 * (max(9, 2 * stage.rounds) + 1)):
+                port = (_PEEKED, _DIRECT)[turn % 2]
+                job.write_stdin(f"{port}\n")
+                while len(lines := job.output().split()) <= turn:
+                    time.sleep(0.05)
+                times[port].append(float(lines[turn]))
+            job.close_stdin()
+    return compare_rates(times[_PEEKED][1:], times[_DIRECT][1:], size_bytes=_BULK)
+
+
+def native_download(stage: Stage) -> Measured:
     return compare_rates(*asyncio.run(_measure(_download, max(9, stage.rounds))), size_bytes=_BULK)
 
 
-def peek_upload(stage: Stage) -> Measured:
+def native_upload(stage: Stage) -> Measured:
     return compare_rates(*asyncio.run(_measure(_upload, max(9, stage.rounds))), size_bytes=_BULK)
 
 
@@ -198,5 +237,5 @@ async def _peek(slot: SealedSlot) -> AsyncIterator[None]:
 
 
 if __name__ == "__main__":
-    for figure in (peek_connect, peek_download, peek_upload):
+    for figure in (peek_connect, peek_download, native_download, native_upload):
         print(figure.__name__, figure(Stage(rounds=5)))
