@@ -29,6 +29,7 @@ def ip(
     fragment: int = 0,
     version: int = 4,
     identity: int = 7,
+    hops: int = 64,
 ) -> bytes:
     """`fragment`: offset in units of 8 bytes, with 0x2000 for "more follow"."""
     words = 5 + len(options) // 4
@@ -39,7 +40,7 @@ def ip(
         words * 4 + len(payload),
         identity,
         fragment,
-        64,
+        hops,
         protocol,
         0,
         socket.inet_aton(source),

@@ -207,6 +207,15 @@ def test_fragments_are_judged_as_a_whole(world):
     assert {packet.target for packet in world.arrived()} == {WEB}
 
 
+@pytest.mark.parametrize("hops", [0, 1, 2, 255])
+def test_the_guest_does_not_say_how_far_a_packet_goes(world, hops):
+    """An end of a connection that only the router saw would be open for days in the tables behind it."""
+    world.send(ethernet(ip(tcp(WEB, 4000), WEB, protocol=6, hops=hops)))
+    world.send(ethernet(ip(udp(WEB, 4000), WEB, protocol=17, hops=hops)))
+    assert [packet.protocol for packet in world.arrived()] == [6, 17]
+    world.fresh()
+
+
 def test_an_icmp_error_goes_out_only_for_a_connection_of_ones_own(world):
     quoted = ip(udp(packets.GUEST, 40000, source=WEB, source_port=4000), packets.GUEST, protocol=17, source=WEB)
     error = ethernet(ip(icmp(kind=packets.UNREACHABLE, code=3, payload=quoted), WEB, protocol=1))

@@ -53,6 +53,9 @@ PEEK_SOCKET_MARK = 0x7065
 """SO_MARK of the sockets with which the peek dials: they reach only `wan`, and all others only `lan`. Setting a mark
 takes a capability that the peek does not have."""
 
+_HOPS = 64
+"""Set on all that the guest sends: an end that only the router sees would leave the connection open in the tables of
+hub and host, for days and uncounted."""
 _MAX_BURST_MEGABYTES = 1000  # the kernel counts bytes in 32 bits
 
 _BASE = Template("""\
@@ -138,6 +141,7 @@ $layer_chains
     type filter hook prerouting priority mangle; policy accept;
     iifname "$wan" limit rate over $megabytes_per_s mbytes/second burst $megabytes_burst mbytes \
 counter name "paced" drop
+    iifname "$lan" ip ttl set $hops
     iifname "$lan" ct state new ct mark 0 jump judge
   }
   chain steer {
@@ -216,6 +220,7 @@ def base_rules(
         megabytes_burst=min(limits.megabytes_per_s, _MAX_BURST_MEGABYTES),
         table=TABLE,
         log_group=LOG_GROUP,
+        hops=_HOPS,
         lan=LAN,
         wan=WAN,
         guest=GUEST_ADDRESS,
