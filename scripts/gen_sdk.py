@@ -6,13 +6,15 @@ import inspect
 import re
 from typing import Any
 
-from cpuos import Client, Job, Result, Sandbox, Shell, TransferReport
+from cpuos import Client, Job, Network, Result, Sandbox, Shell, TransferReport
 from cpuos import errors as errors_module
 from cpuos.client._sync.commands import Commands
 from cpuos.client._sync.files import Files
+from cpuos.client._sync.network import NetworkAccess, SandboxAudit
 from cpuos.client._sync.ports import Ports
 from cpuos.client._sync.pty import Pty
 from cpuos.errors import CommandFailed, CpuosError
+from cpuos.types.network import Connection, RefusedConnection, SandboxNetwork
 
 __all__ = ["render"]
 
@@ -36,8 +38,14 @@ _CLASSES: tuple[tuple[type[Any], str], ...] = (
     (Commands, "`sandbox.commands`"),
     (Job, "`sandbox.spawn()`, `sandbox.commands.get(ID)`"),
     (Result, "`sandbox.exec()`, `job.wait()`, `shell.run()`"),
+    (RefusedConnection, "`result.refused_connections`"),
     (Files, "`sandbox.files`"),
     (TransferReport, "`sandbox.files.upload()`, `sandbox.files.download()`"),
+    (Network, "`Sandbox.create(network=Network(…))`, `sandbox.network.update(Network(…))`"),
+    (NetworkAccess, "`sandbox.network`"),
+    (SandboxNetwork, "`sandbox.network.get()`, `sandbox.network.update()`"),
+    (SandboxAudit, "`sandbox.audit`"),
+    (Connection, "`sandbox.audit.connections()`"),
     (Ports, "`sandbox.ports`"),
     (Shell, "`sandbox.shell()`"),
     (Pty, "`sandbox.pty()`"),
@@ -54,10 +62,10 @@ def render() -> str:
 def _class(kind: type[Any], origin: str) -> str:
     lines = [f"## {kind.__name__}", "", f"From {origin}.", "", *_doc(kind), ""]
     members = [(name, member) for name, member in vars(kind).items() if not name.startswith("_")]
-    fields = getattr(kind, "__dataclass_fields__", {})
+    fields = _fields(kind)
     if fields:
         lines += ["| field | type |", "|---|---|"]
-        lines += [f"| `{name}` | `{str(field.type).replace('|', chr(92) + '|')}` |" for name, field in fields.items()]
+        lines += [f"| `{name}` | `{type_.replace('|', chr(92) + '|')}` |" for name, type_ in fields.items()]
         lines.append("")
     plain = [name for name, member in members if isinstance(member, property)]
     if plain:
@@ -73,6 +81,13 @@ def _class(kind: type[Any], origin: str) -> str:
     if "__enter__" in vars(kind):
         lines += ["It is a context manager.", ""]
     return "\n".join(lines)
+
+
+def _fields(kind: type[Any]) -> dict[str, str]:
+    """Names and types as they are written, of a dataclass or a model."""
+    if hasattr(kind, "model_fields"):
+        return {name: str(kind.__annotations__[name]) for name in kind.model_fields}
+    return {name: str(field.type) for name, field in getattr(kind, "__dataclass_fields__", {}).items()}
 
 
 def _method(kind: type[Any], name: str, function: Any, *, on_class: bool) -> list[str]:

@@ -178,3 +178,30 @@ async def test_a_new_records_worker_counts_anew(installation: Installation) -> N
         assert len(await connections(server, sandbox)) == 2
         installation.records.source, installation.records.entries = "records-2", [entry(1, sandbox)]
         assert len(await connections(server, sandbox)) == 3
+
+
+def command(seq: int, sandbox: str, name: str, *, second: int, ends: int | None = None) -> dict[str, Any]:
+    """An intent of the gateway's journal, or with `ends` the outcome of that one."""
+    phase = {"phase": "intent"} if ends is None else {"phase": "outcome", "intent": ends, "result": "ok"}
+    told = {"actor": "key:1", "action": "command.start", "target": name, "at": f"2026-01-01T00:00:{second:02}Z"}
+    return {"seq": seq, "sandbox": sandbox, "workspace": "default", "detail": {}, **told, **phase}
+
+
+async def test_a_connection_tells_the_command_that_ran_alone_then(server: Server) -> None:
+    sandbox, other = (await server.created())["id"], (await server.created())["id"]
+    server.installation.gateway.entries = [
+        command(1, sandbox, "first", second=10),
+        command(2, other, "elsewhere", second=10),
+        command(3, sandbox, "first", second=20, ends=1),
+        command(4, sandbox, "second", second=30),
+        command(5, sandbox, "third", second=40),
+        command(6, sandbox, "second", second=50, ends=4),
+    ]
+    moments = (5, 10, 15, 25, 35, 45, 55)
+    server.installation.records.entries = [
+        entry(number, sandbox, at=f"2026-01-01T00:00:{second:02}Z") for number, second in enumerate(moments, 1)
+    ]
+    seen = await connections(server, sandbox)
+    assert [one["command"] for one in seen] == [None, "first", "first", None, "second", None, "third"]
+    later = await connections(server, sandbox, after=seen[3]["id"])  # a page of its own tells the same
+    assert [one["command"] for one in later] == ["second", None, "third"]

@@ -14,6 +14,7 @@ from sqlalchemy import bindparam, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import PlatformError, Unavailable, error_from_body
+from cpuos.server.connection_commands import with_commands
 from cpuos.server.cursors import cursor_of, take_cursor
 from cpuos.server.db.database import Database
 from cpuos.server.db.models import ConnectionRow
@@ -166,7 +167,8 @@ async def list_connections(
     if verdict is not None:
         statement = statement.where(_rows.c.verdict == verdict.value)
     rows = (await connection.execute(statement.order_by(_rows.c.id).limit(limit + 1))).all()
-    shown = [Connection.model_validate(row._mapping) for row in rows[:limit]]
+    seen = [Connection.model_validate(row._mapping) for row in rows[:limit]]
+    shown = await with_commands(connection, workspace, sandbox=sandbox, connections=seen)
     return ConnectionList(connections=shown, next_after=shown[-1].id if len(rows) > limit else None)
 
 

@@ -106,7 +106,8 @@ class Connection(Answer):
     at: datetime
     sandbox: str
     command: str | None = None
-    """The command that made it, where that is sure; None: unknown."""
+    """The one that ran at that moment; None where none or several did. A process that an ended command left running is
+    not told apart from it."""
     kind: ConnectionKind
     name: str | None = None
     """The host name: read from TLS or HTTP, or else the last name that was answered with this address."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import Query
@@ -52,7 +53,7 @@ async def list_sandbox_connections(
 ) -> ConnectionList:
     """Outbound connections of the sandbox, allowed and refused, in the order in which they were seen from outside."""
     row = await find(plane, call, ref)
-    await plane.take_connections()
+    await asyncio.gather(plane.take_connections(), plane.take_journal())  # the journal says which command ran
     async with plane.database.read() as connection:
         return await list_connections(
             connection, row.workspace, sandbox=row.id, verdict=verdict, after=after, limit=limit
