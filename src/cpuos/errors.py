@@ -346,7 +346,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "port_not_open": (
         "nothing inside listens there, on 127.0.0.1 or ::1",
-        "start the server in the sandbox, such as: cpuos exec SANDBOX python3 -m http.server 3000",
+        "start the server in the sandbox, such as: cpuos exec SANDBOX -- python3 -m http.server 3000",
     ),
     "port_answer_invalid": ("what listens there does not speak HTTP/1.1", "see what it prints: cpuos logs SANDBOX"),
     "request_malformed": ("it is not HTTP/1.1 as a preview takes it", "sbx.ports.url(3000), or cpuos ports SANDBOX"),

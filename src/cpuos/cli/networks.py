@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,7 +42,7 @@ def net(
     A change holds when this returns: connections that are no longer allowed are cut.
     """
     output = current_output(ctx)
-    wanted = read_network(network, allow=allow, deny=deny)
+    wanted = read_network(network, allow=allow, deny=deny, command=f"cpuos net {sandbox}")
     with connected(sandbox) as sbx:
         shown = sbx.network.get() if wanted is None else sbx.network.update(wanted)
     if output.json:
@@ -50,19 +51,42 @@ def net(
         _show(output, shown, sandbox=sbx.id)
 
 
-def read_network(network: str | None, *, allow: list[str] | None, deny: list[str] | None) -> str | Network | None:
-    """The policy that the options mean; None when none was given."""
+def read_network(
+    network: str | None, *, allow: list[str] | None, deny: list[str] | None, command: str
+) -> str | Network | None:
+    """The policy that the options mean; None when none was given. `command` is what they were written after."""
     from cpuos import Network
 
+    if network not in (None, "internet", "off"):
+        raise InvalidRequest(
+            f"cannot read the network options: --network {network}",
+            "it is internet or off; --allow and --deny take names and addresses",
+            hint=f"{command} --network off",
+        )
+    for option, entries in (("--allow", allow or ()), ("--deny", deny or ())):
+        for entry in entries:
+            _check_entry(entry, option=option, command=command)
     if not allow and not deny:
         return network
     if network == "off" or (network == "internet" and allow):
+        option, entries = ("--allow", allow) if allow else ("--deny", deny or [])
         raise InvalidRequest(
-            f"cannot read the network options: --network {network} with --{'allow' if allow else 'deny'}",
+            f"cannot read the network options: --network {network} with {option}",
             "--allow means that only these are reached, --deny that all but these are",
-            hint="leave out --network",
+            hint=f"{command} {option} {shlex.quote(entries[0])}",
         )
     return Network(allow=allow, deny=deny or ())
+
+
+def _check_entry(entry: str, *, option: str, command: str) -> None:
+    from cpuos.types.targets import parse_target
+
+    try:
+        parse_target(entry)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"cannot read the network options: {option} {entry}", str(error), hint=f"{command} {option} '*.example.com'"
+        ) from None
 
 
 def _show(output: Output, shown: SandboxNetwork, *, sandbox: str) -> None:

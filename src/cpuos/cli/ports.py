@@ -45,7 +45,15 @@ def ports(
         )
     if close and (public or expires or host):
         raise InvalidRequest(
-            "cannot read the options: --close takes no other", hint=f"cpuos ports {sandbox} {port} --close"
+            "cannot read the options: --close takes no other",
+            "it closes the port for everyone",
+            hint=f"cpuos ports {sandbox} {port} --close",
+        )
+    if host not in (None, "localhost"):
+        raise InvalidRequest(
+            f"cannot read the options: --host {host}",
+            "it is localhost, or left out",
+            hint=f"cpuos ports {sandbox} {port} --host localhost",
         )
     with connected(sandbox) as sbx:
         if port is None or close:
@@ -53,13 +61,18 @@ def ports(
                 sbx.ports.close(port)
             _show(output, sbx.ports.list(), sandbox=sbx.id)
             return
-        access = sbx.ports.publish(port, public=public, expires=expires, host=host)
+        try:
+            access = sbx.ports.publish(port, public=public, expires=expires, host=host)
+        except InvalidRequest as error:
+            error.hint = f"cpuos ports {sandbox} 3000" + (" --expires 12h" if expires else "")
+            raise
+        also_public = not public and any(one.public for one in sbx.ports.list() if one.port == port)
     url = access.url if access.token is None else f"{access.url}?cpuos_token={access.token}"
     if output.json:
         output.data({**access.model_dump(mode="json"), "open": url})
         return
     output.line(url)
-    kind = "public" if access.token is None else "private"
+    kind = "public" if access.token is None else "public without the token too; the token" if also_public else "private"
     until = f"for {in_future(access.expires_at)}" if access.expires_at else "until it is closed"
     output.progress(f"{kind}, {until}; to end it: cpuos ports {sbx.id} {port} --close")
 

@@ -63,7 +63,7 @@ def create(
         "timeout": timeout,
         "labels": parse_pairs(label, option="--label"),
         "task": task,
-        "network": read_network(network, allow=allow, deny=deny),
+        "network": read_network(network, allow=allow, deny=deny, command="cpuos create"),
         "runtime": runtime,
         "min_isolation": min_isolation,
         "idempotency_key": idempotency_key,

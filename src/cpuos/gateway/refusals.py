@@ -148,7 +148,9 @@ def explain(refusal: Any) -> str:
     """One sentence or two that tell a person or a model what happened and what would help."""
     place = refusal.name or refusal.address or "a destination"
     where = f"{place}:{refusal.port}" if refusal.port is not None else place
-    if refusal.kind is ConnectionKind.DNS:
+    if refusal.kind is ConnectionKind.DNS and refusal.rule.startswith("always blocked"):
+        happened = f"The name {place} was not resolved: it, or the address it leads to, is off limits ({refusal.rule})."
+    elif refusal.kind is ConnectionKind.DNS:
         happened = f"The name {place} was not resolved: network policy refused it ({refusal.rule})."
     else:
         happened = f"The connection to {where} was refused by network policy ({refusal.rule})."

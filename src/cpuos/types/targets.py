@@ -68,6 +68,8 @@ def parse_target(text: str) -> Target:
     for known in ("tcp", "udp"):
         if rest.endswith(f"/{known}"):
             protocol, rest = known, rest.removesuffix(f"/{known}")  # type: ignore[assignment]
+    if "://" in rest:
+        raise ValueError(f"{text!r} is a URL; write its host name alone, such as example.com or example.com:8443")
     place, ports = _cut_ports(rest, text)
     if not place:
         raise ValueError(f"{text!r} names nothing; write a name or an address")
@@ -99,7 +101,19 @@ def _network(place: str, text: str) -> ipaddress.IPv4Network | None:
     try:
         return ipaddress.IPv4Network(place, strict=True)
     except ValueError as error:
-        raise ValueError(f"{text!r} is no IPv4 address or network: {error}") from None
+        whole = _whole_network(place)
+        if whole is None:
+            raise ValueError(f"{text!r} is no IPv4 address or network: {error}") from None
+        address = place.partition("/")[0]
+        raise ValueError(f"{text!r} is an address within a network: write {whole}, or {address} alone") from None
+
+
+def _whole_network(place: str) -> ipaddress.IPv4Network | None:
+    """The network that an address with host bits lies in."""
+    try:
+        return ipaddress.IPv4Network(place, strict=False)
+    except ValueError:
+        return None
 
 
 def _name(place: str, text: str) -> str:

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from cpuos import Sandbox
-from cpuos.cli import copies, shells
+from cpuos.cli import copies, ports, shells
 from cpuos.cli.main import main
 from cpuos.cli.output import Output, in_future
 from cpuos.cli.results import describe_capacity, describe_end
 from cpuos.client import TransferReport
 from cpuos.errors import CpuosError, FileProblem, InvalidRequest, SandboxGone
+from cpuos.types.port import PortAccess
 
 
 @pytest.fixture
@@ -256,3 +257,63 @@ def test_a_shell_whose_sandbox_died_begins_a_line(capsys: pytest.CaptureFixture[
 def test_the_sdk_refuses_the_same() -> None:
     with pytest.raises(InvalidRequest):
         Sandbox.create(cpu=0)
+
+
+@pytest.mark.usefixtures("away")
+@pytest.mark.parametrize(
+    ("line", "why", "step"),
+    [
+        (["create", "--network", "of"], "it is internet or off", "cpuos create --network off"),
+        (["net", "box", "--network", "of"], "it is internet or off", "cpuos net box --network off"),
+        (["create", "--allow", "1.2.3.4/24"], "write 1.2.3.0/24, or 1.2.3.4", "cpuos create --allow '*.example.com'"),
+        (["net", "box", "--deny", "https://a.example/"], "is a URL", "cpuos net box --deny '*.example.com'"),
+        (["create", "--network", "off", "--allow", "*.a.example"], "only these", "cpuos create --allow '*.a.example'"),
+        (["net", "box", "--network", "off", "--deny", "a.example"], "all but these", "cpuos net box --deny a.example"),
+        (["ports", "box", "3000", "--host", "x"], "localhost", "cpuos ports box 3000 --host localhost"),
+    ],
+)
+def test_a_wrong_option_of_the_network_is_three_lines_for_the_shell(
+    line: list[str], why: str, step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert why in lines[1]
+    assert lines[2] == f"try: {step}"
+
+
+def _port(monkeypatch: pytest.MonkeyPatch, *, public: bool, problem: InvalidRequest | None = None) -> None:
+    @contextmanager
+    def connected(ref: str) -> Iterator[Any]:
+        def publish(port: int, **options: Any) -> PortAccess:
+            if problem is not None:
+                raise problem
+            expires = datetime.now(UTC) + timedelta(hours=1)
+            return PortAccess(port=port, url="http://p.test/", public=False, token="t", expires_at=expires)
+
+        yield SimpleNamespace(
+            id="box", ports=SimpleNamespace(publish=publish, list=lambda: [SimpleNamespace(port=3000, public=public)])
+        )
+
+    monkeypatch.setattr(ports, "connected", connected)
+
+
+@pytest.mark.parametrize(("public", "told"), [(True, "public without the token too"), (False, "private, for ")])
+def test_a_url_with_a_token_does_not_call_a_public_port_private(
+    public: bool, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _port(monkeypatch, public=public)
+    assert main(["ports", "box", "3000"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "http://p.test/?cpuos_token=t\n"
+    assert captured.err.startswith(told)
+
+
+def test_an_expiry_too_long_is_told_with_a_line_for_the_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _port(
+        monkeypatch, public=False, problem=InvalidRequest("cannot publish", "too long", hint='for example expires="1h"')
+    )
+    assert main(["ports", "box", "3000", "--expires", "8d"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "try: cpuos ports box 3000 --expires 12h"

@@ -142,6 +142,12 @@ def test_a_refusal_says_what_would_help(rule: str, help_: str) -> None:
     assert help_ in explain(refused)
 
 
+def test_a_name_that_is_always_blocked_may_be_so_for_its_address() -> None:
+    rule = "always blocked: private"
+    refused = RefusedConnection(at=NOW, kind=ConnectionKind.DNS, name="x.example", rule=rule, reason="")
+    assert f"it, or the address it leads to, is off limits ({rule})" in explain(refused)
+
+
 async def test_the_end_of_a_command_tells_what_was_refused_since_its_start(rig: Rig, client: DataClient) -> None:
     worker = Worker()
     server = await asyncio.start_unix_server(worker.serve, rig.folder / "records.sock")

@@ -282,7 +282,12 @@ class AgentClient:
         self._give(connection, head)
         if head.status < 400:
             raise agent_invalid(f"it answered {head.status} where a tunnel was asked")
-        raise refusal(told, what=f"cannot reach port {port} of sandbox {self._sandbox_id}")
+        error = refusal(told, what=f"cannot reach port {port} of sandbox {self._sandbox_id}")
+        if error.code == "port_not_open":
+            error.hint = (
+                f"start a server there, such as: cpuos exec {self._sandbox_id} -- python3 -m http.server {port}"
+            )
+        raise error
 
     def _as_tunnel(self, connection: AgentConnection) -> ByteStream:
         def lost() -> None:
