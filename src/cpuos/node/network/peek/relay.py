@@ -1,7 +1,8 @@
 """Carries bytes both ways between two connected sockets, as they come, and counts them.
 
-One thread for all connections: each turn copies what is there through one buffer that all share. Only what a slow
-reader leaves stays behind, and while that is more than `Buffer.plenty` in all, smaller pieces are taken.
+One thread for all connections: each turn copies what is there through one buffer that all share. It is large, since the
+sender's window opens with what is taken at once. Only what a slow reader leaves stays behind, and where that is plenty,
+smaller pieces are taken.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from collections.abc import Callable
 
 from cpuos.node.network.peek.gate import Gate, Refused
 
-__all__ = ["Allowance", "Buffer", "Relay", "reset"]
+__all__ = ["Allowance", "Buffer", "Relay", "Share", "reset"]
 
 _LINGER_NOT = struct.pack("ii", 1, 0)
-_PIECE, _SMALL_PIECE = 256 << 10, 16 << 10
-_TURNS = 2
+_SMALL_PIECE, _PIECE = 16 << 10, 1 << 20
 # A peer that is gone without a word is noticed after about four minutes.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 120), (socket.TCP_KEEPINTVL, 30), (socket.TCP_KEEPCNT, 4))
 
@@ -34,14 +34,27 @@ def reset(connection: socket.socket) -> None:
 class Buffer:
     """What all connections of a process share."""
 
-    def __init__(self, *, plenty: int = 32 << 20) -> None:
-        self._bytes = memoryview(bytearray(_PIECE))
-        self._plenty = plenty
+    def __init__(self, *, plenty: int = 64 << 20) -> None:
+        self.bytes = memoryview(bytearray(_PIECE))
+        self.plenty = plenty
         self.held = 0
-        """Bytes that wait for readers, of all connections."""
+        """Bytes that wait for readers."""
 
-    def room(self) -> memoryview:
-        return self._bytes if self.held < self._plenty else self._bytes[:_SMALL_PIECE]
+
+class Share:
+    """What all connections of one sandbox share of it."""
+
+    def __init__(self, buffer: Buffer, *, plenty: int = 8 << 20) -> None:
+        self._buffer, self._plenty, self._held = buffer, plenty, 0
+
+    def room(self, *, small: bool) -> memoryview:
+        """For one piece; while much is held, all are small."""
+        is_much = self._held >= self._plenty or self._buffer.held >= self._buffer.plenty
+        return self._buffer.bytes[:_SMALL_PIECE] if small or is_much else self._buffer.bytes
+
+    def hold(self, more: int) -> None:
+        self._held += more
+        self._buffer.held += more
 
 
 class Allowance:
@@ -69,7 +82,7 @@ class Relay:
         server: socket.socket,
         *,
         gate: Gate,
-        buffer: Buffer,
+        share: Share,
         allowance: Allowance,
         on_refused: Callable[[Refused], None],
     ) -> None:
@@ -78,8 +91,8 @@ class Relay:
         self._guest, self._server = guest, server
         self._over = asyncio.Event()
         self._allowance = allowance
-        self._up = _Pump(self, guest, server, buffer=buffer, change=None if gate.is_transparent else self._pass_gate)
-        self._down = _Pump(self, server, guest, buffer=buffer, change=self._see_answer if gate.is_holding else None)
+        self._up = _Pump(self, guest, server, share=share, change=None if gate.is_transparent else self._pass_gate)
+        self._down = _Pump(self, server, guest, share=share, change=self._see_answer if gate.is_holding else None)
 
     @property
     def sent(self) -> int:
@@ -165,16 +178,16 @@ class _Pump:
         source: socket.socket,
         target: socket.socket,
         *,
-        buffer: Buffer,
+        share: Share,
         change: Callable[[bytes], bytes] | None,
     ) -> None:
-        self._relay, self._source, self._target, self._buffer = relay, source, target, buffer
+        self._relay, self._source, self._target, self._share = relay, source, target, share
         self._loop = asyncio.get_running_loop()
         self.change = change
         """What is done to the bytes on their way, b"" being the end; may raise Refused."""
         self.carried = 0
         self.is_over = False
-        self._waiting = b""
+        self._waiting = memoryview(b"")
         self._has_ended = self._is_paused = self._is_reading = False
         self._resting: asyncio.TimerHandle | None = None
 
@@ -188,7 +201,7 @@ class _Pump:
         self._is_reading = False
         if self._resting is not None:
             self._resting.cancel()
-        self._hold(b"")
+        self._hold(memoryview(b""))
         self._is_paused = self._has_ended = True
 
     def pause(self) -> None:
@@ -213,7 +226,7 @@ class _Pump:
     def push(self, data: bytes) -> None:
         """Send this behind what waits."""
         if self._waiting:
-            self._hold(self._waiting + data)
+            self._hold(memoryview(bytes(self._waiting) + data))
         else:
             self._send(data)
 
@@ -226,28 +239,25 @@ class _Pump:
         self._is_reading = wanted
 
     def _read(self) -> None:
-        for _ in range(_TURNS):
-            room = self._buffer.room() if self.change is None else self._buffer.room()[:_SMALL_PIECE]
-            try:
-                count = self._source.recv_into(room)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                self._relay.break_off()
-                return
-            try:
-                data = room[:count] if self.change is None else self.change(bytes(room[:count]))
-            except Refused as refusal:
-                self._relay.break_off(refusal)
-                return
-            if data:
-                self._send(data)
-            if not count:
-                self._has_ended = True
-                self._listen()
-                self._finish()
-            if not self._is_reading or count < len(room):
-                return
+        room = self._share.room(small=self.change is not None)
+        try:
+            count = self._source.recv_into(room)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._relay.break_off()
+            return
+        try:
+            data = room[:count] if self.change is None else self.change(bytes(room[:count]))
+        except Refused as refusal:
+            self._relay.break_off(refusal)
+            return
+        if data:
+            self._send(data)
+        if not count:
+            self._has_ended = True
+            self._listen()
+            self._finish()
 
     def _send(self, data: bytes | memoryview) -> None:
         try:
@@ -259,7 +269,7 @@ class _Pump:
             return
         self.carried += sent
         if sent < len(data):
-            self._hold(bytes(data[sent:]))
+            self._hold(memoryview(bytes(data[sent:])))
             self._loop.add_writer(self._target.fileno(), self._write)
             self._listen()
 
@@ -279,8 +289,8 @@ class _Pump:
             if self._has_ended:
                 self._finish()
 
-    def _hold(self, data: bytes) -> None:
-        self._buffer.held += len(data) - len(self._waiting)
+    def _hold(self, data: memoryview) -> None:
+        self._share.hold(len(data) - len(self._waiting))
         self._waiting = data
 
     def _finish(self) -> None:

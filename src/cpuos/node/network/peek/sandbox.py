@@ -15,7 +15,7 @@ from ipaddress import IPv4Address
 from cpuos.node.network.judge import Judge, Judgement
 from cpuos.node.network.peek.feed import PeekFeed
 from cpuos.node.network.peek.gate import Gate, Refused
-from cpuos.node.network.peek.relay import Allowance, Buffer, Relay, reset
+from cpuos.node.network.peek.relay import Allowance, Buffer, Relay, Share, reset
 from cpuos.node.network.peek.stock import SocketStock
 from cpuos.types.network import EffectivePolicy
 
@@ -72,6 +72,7 @@ class PeekedSandbox:
         self._judge = Judge(policy)
         self._connections: set[_Connection] = set()
         self._pause: asyncio.TimerHandle | None = None
+        self._share = Share(world.buffer)
         self._allowance = Allowance(share=world.limits.reading_share, most_s=world.limits.reading_burst_s)
         self.stock = SocketStock(lambda count: world.order_sockets(sandbox, count))
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -201,7 +202,7 @@ class PeekedSandbox:
             connection.guest,
             server,
             gate=gate,
-            buffer=self._world.buffer,
+            share=self._share,
             allowance=self._allowance,
             on_refused=lambda refusal: self._record_refusal(connection, refusal),
         )
