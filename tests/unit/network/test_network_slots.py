@@ -191,6 +191,12 @@ async def test_a_block_stays_while_it_is_in_use(network, tmp_path):
     await third.close()
 
 
+@pytest.mark.parametrize(("uplink", "asked"), [("nat", ["1.1.1.1"]), ("none", [])])
+async def test_without_an_uplink_no_resolver_is_asked(tmp_path, uplink, asked):
+    network = Network(config(tmp_path, uplink=uplink))
+    assert [str(address) for address in network.workers._config.resolvers] == asked
+
+
 async def test_wrong_settings_are_told_at_the_start(tmp_path):
     with pytest.raises(InvalidRequest, match="dns_servers"):
         Network(config(tmp_path, dns_servers=("resolver.example",)))

@@ -73,6 +73,7 @@ class Network:
         self._folder = config.folder
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._exemptions = parse_exceptions(config.exceptions)
+        resolvers = _parse_resolvers(config.dns_servers)
         self._hub = Hub(
             config.folder, instance_id=config.instance_id, uplink=config.uplink, exemptions=self._exemptions
         )
@@ -81,7 +82,8 @@ class Network:
         self._watch: asyncio.Task[None] | None = None
         self.workers = WorkerSet(
             WorkerConfig(
-                resolvers=_parse_resolvers(config.dns_servers),
+                # Without an uplink no question leaves the host either: it would carry out what the guest likes.
+                resolvers=resolvers if config.uplink == "nat" else (),
                 exemptions=self._exemptions,
                 state_dir=config.state_dir,
                 socket_path=config.socket_path,
