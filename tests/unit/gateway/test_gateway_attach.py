@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from gateway_rig import SANDBOX, LocalDialled, LocalDialler, Rig, error_code, go_agent, open_rig
 
+import cpuos.gateway.agent.client as agent_client
 from cpuos.errors import Conflict, CpuosError, NotFound, Unavailable
 
 UNKNOWN = NotFound("cannot find sandbox", code="sandbox_not_found")
@@ -100,6 +101,17 @@ async def test_an_agent_that_comes_late_is_asked_on_one_socket(
             async with go_agent(agent_binary, tmp_path, dialler, port=port):
                 assert await waiting == (200, "")
                 assert dialler.dials <= 3
+
+
+async def test_a_first_command_takes_the_connection_of_the_attach(
+    agent: int, dialler: SlowNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_client, "BOOT_QUIET_S", 600)
+    async with open_rig(tmp_path, dialler) as rig, rig.client() as client:
+        assert await attach(rig, starting_s=0) == (200, "")
+        assert (await client.exec("echo hi")).stdout == b"hi\n"
+        assert dialler.dials == 1, "nothing is dialled beside it"
+        assert (await client.exec("echo hi")).stdout == b"hi\n", "the next one dials where it must"
 
 
 @contextmanager

@@ -30,6 +30,8 @@ FIRST_CONNECT_LIMIT_S = 0.03
 BOOT_POLL_S = 0.01
 BOOT_SOON_S = 0.5
 BOOT_SLOW_POLL_S = 0.05
+BOOT_QUIET_S = 0.05
+"""After its first answer the agent gets ready for a first command, which takes that connection: until then no other."""
 REFUSED_POLL_S = 0.002
 REFUSED_LIMIT_S = 1.0
 """The link lives, its agent is not there yet: a matter of milliseconds."""
@@ -125,7 +127,7 @@ class AgentClient:
             raise
         self._session = b"Authorization: Bearer " + dialled.session_key.hex().encode() + b"\r\n"
         self._give(connection, answer)
-        self._refill()
+        self._refill(after_s=BOOT_QUIET_S)
         return hello
 
     async def _connect_when_listening(self, dialled: Dialled, limit_s: float) -> AgentConnection:
@@ -384,13 +386,14 @@ class AgentClient:
             connection.when_closed = lambda: self._sockets.give(again, address)
         return connection
 
-    def _refill(self) -> None:
+    def _refill(self, *, after_s: float = 0.0) -> None:
         if not self._refilling and not self._closed and len(self._idle) < SPARE:
             self._refilling = True
-            self._spawn(self._refill_later())
+            self._spawn(self._refill_later(after_s))
 
-    async def _refill_later(self) -> None:
+    async def _refill_later(self, after_s: float) -> None:
         try:
+            await asyncio.sleep(after_s)
             with contextlib.suppress(CpuosError):
                 while len(self._idle) < SPARE:
                     connection = await self._dial()
