@@ -15,7 +15,7 @@ from cpuos.client import Client
 from cpuos.testing.instance import Instance
 from cpuos.testing.memory import resident_mib
 
-__all__ = ["Stage", "put_first"]
+__all__ = ["Stage", "prefer", "put_first"]
 
 _SAMPLE_S = 0.05
 _HIGHEST = -20
@@ -36,10 +36,15 @@ def put_first(instance_id: str, *, processes: Iterable[int] = ()) -> None:
             if (group / name).exists():
                 (group / name).write_text(value)
     for process in processes:
-        os.setpriority(os.PRIO_PROCESS, process, _HIGHEST)
-        session = Path(f"/proc/{process}/autogroup")  # where sessions are scheduled as groups, it is theirs that counts
-        if session.exists():
-            session.write_text(str(_HIGHEST))
+        prefer(process)
+
+
+def prefer(process: int) -> None:
+    """Have a process with its session come before what else runs on the host."""
+    os.setpriority(os.PRIO_PROCESS, process, _HIGHEST)
+    session = Path(f"/proc/{process}/autogroup")  # where sessions are scheduled as groups, it is theirs that counts
+    if session.exists():
+        session.write_text(str(_HIGHEST))
 
 
 class Stage:
