@@ -6,8 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from sqlalchemy import insert
 
 from control_plane import Installation, Server, error_of, until
+from cpuos.server.auth import create_key
+from cpuos.server.db.models import Workspace
 
 AT = "2026-01-01T00:00:00Z"
 
@@ -81,6 +84,22 @@ async def test_the_workspace_holds_for_all_its_sandboxes(server: Server) -> None
     assert (await server.http.get(f"/v1/sandboxes/{old}/network")).json()["workspace_policy"]["deny"] == [
         "evil.example"
     ]
+
+
+async def test_another_workspace_sets_its_own_policy_only(server: Server) -> None:
+    sandbox = (await server.created())["id"]
+    await server.http.put("/v1/workspace/network", json={"deny": ["evil.example"]})
+    clock = server.installation.clock
+    async with server.plane.database.write() as connection:
+        await connection.execute(insert(Workspace).values(id="other", name="other", created_at=clock()))
+        key = await create_key(connection, workspace="other", name="k", clock=clock)
+    theirs = {"authorization": f"Bearer {key}"}
+    answer = await server.http.get("/v1/workspace/network", headers=theirs)
+    assert answer.json()["policy"]["deny"] == []
+    answer = await server.http.put("/v1/workspace/network", json={"mode": "internet"}, headers=theirs)
+    assert answer.status_code == 200, answer.text
+    assert layers(server, sandbox)["workspace"]["deny"] == ["evil.example"]
+    assert (await server.http.get("/v1/workspace/network")).json()["policy"]["deny"] == ["evil.example"]
 
 
 async def test_a_node_that_is_away_is_told_later(server: Server) -> None:
