@@ -113,6 +113,11 @@ class Settings(BaseSettings):
     network_pool: int = Field(4, ge=0, le=256)
     """Network slots that are kept ready, so that a create does not wait for one."""
 
+    connection_records: int = Field(50_000, ge=100)
+    """Connections recorded of one sandbox; those beyond are counted in one entry."""
+    connection_retention_s: float = Field(30 * 86400, ge=3600)
+    """How long the record of a connection is kept."""
+
     database_url: str = ""
     """SQLAlchemy URL of the server's database; SQLite in the state directory unless set."""
     log_level: str = "info"

@@ -224,3 +224,35 @@ async def test_a_connection_tells_the_command_that_ran_alone_then(server: Server
     assert [one["command"] for one in seen] == [None, "first", "first", None, "second", None, "third"]
     later = await connections(server, sandbox, after=seen[3]["id"])  # a page of its own tells the same
     assert [one["command"] for one in later] == ["second", None, "third"]
+
+
+async def test_one_sandbox_does_not_fill_the_database(installation: Installation) -> None:
+    async with installation.serve(connection_records=100) as server:
+        sandbox, other = (await server.created())["id"], (await server.created())["id"]
+        records = installation.records
+        records.entries = [
+            entry(number, sandbox, event="open" if number % 2 else "refused") for number in range(1, 301)
+        ]
+        assert len(await connections(server, sandbox, limit=1000)) == 102
+        records.entries.append(entry(301, sandbox, event="closed", connection=1, bytes_sent=7))
+        records.entries.append(entry(302, sandbox, event="closed", connection=299, bytes_sent=7))
+        records.entries.append(entry(303, sandbox, event="refused", count=5))
+        records.entries.append(entry(304, other))
+        seen = await connections(server, sandbox, limit=1000)
+        assert len(seen) == 102
+        assert seen[0]["bytes_sent"] == 7
+        counted = {one["verdict"]: one["count"] for one in seen if one["kind"] == "gap"}
+        assert counted == {"allowed": 100, "refused": 105}
+        assert len(await connections(server, other)) == 1
+
+
+async def test_records_of_connections_end_with_their_time(installation: Installation) -> None:
+    async with installation.serve(connection_retention_s=3600) as server:
+        sandbox = (await server.created(timeout_s=86400))["id"]
+        installation.records.entries = [entry(1, sandbox), entry(2, sandbox, at="2026-01-01T01:30:00Z")]
+        assert len(await connections(server, sandbox)) == 2
+        await server.settle()
+        assert len(await connections(server, sandbox)) == 2
+        installation.clock.advance(2 * 3600)
+        await server.settle()
+        assert [one["at"] for one in await connections(server, sandbox)] == ["2026-01-01T01:30:00Z"]

@@ -123,6 +123,8 @@ def _options(settings: Settings) -> ServerOptions:
             disk_reserve_mib=settings.disk_reserve_mib,
         ),
         record_retention_s=settings.record_retention_s,
+        connection_records=settings.connection_records,
+        connection_retention_s=settings.connection_retention_s,
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import httpx2
 import structlog
 from pydantic import Field, ValidationError
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import Row, bindparam, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import PlatformError, Unavailable, error_from_body
+from cpuos.server.clock import Clock
 from cpuos.server.connection_commands import with_commands
 from cpuos.server.cursors import cursor_of, take_cursor
 from cpuos.server.db.database import Database
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 PAGE = 1000
+PRUNED_AT_ONCE = 5000
+BEYOND = "beyond the number of connections that is recorded of one sandbox"
 _log = structlog.get_logger("cpuos.server.connections")
 _rows = ConnectionRow.__table__
 # A connection that ends: what was inserted at its start is completed.
@@ -121,9 +125,20 @@ class RecordEntry(Answer):
 
 
 class ConnectionIngest:
-    def __init__(self, database: Database, records: ConnectionRecords) -> None:
+    def __init__(
+        self,
+        database: Database,
+        records: ConnectionRecords,
+        clock: Clock,
+        *,
+        most_of_a_sandbox: int,
+        kept_s: float,
+    ) -> None:
         self._database = database
         self._records = records
+        self._clock = clock
+        self._most = most_of_a_sandbox
+        self._kept = timedelta(seconds=kept_s)
         self._source: str | None = None
         self._next = 0
 
@@ -151,12 +166,47 @@ class ConnectionIngest:
                 self._source = None  # another reader was here: look up the cursor again
                 return
             owners = {row.id: row for row in await find_sandboxes(connection, {entry.sandbox for entry in entries})}
+            known = await _count(connection, list(owners))
+            beyond: Counter[tuple[str, Verdict]] = Counter()
             for entry in entries:
                 owner = owners.get(entry.sandbox)
                 if owner is None:
                     _log.warning("connection of an unknown sandbox", sandbox=entry.sandbox, seq=entry.seq)
-                else:
+                elif entry.event == "closed" and await _complete(connection, entry, source=source):
+                    continue
+                elif known[entry.sandbox] < self._most:
+                    known[entry.sandbox] += 1
                     await _keep(connection, entry, workspace=owner.workspace, source=source)
+                elif entry.event != "closed":  # its beginning was counted
+                    beyond[entry.sandbox, _verdict(entry)] += entry.count
+            for (sandbox, verdict), count in beyond.items():
+                await self._note_beyond(connection, owners[sandbox], verdict=verdict, count=count)
+
+    async def prune(self) -> None:
+        """Drop records that are kept no longer; at most some thousand a call, so that nobody waits for it."""
+        oldest = self._clock() - self._kept
+        first = select(_rows.c.id, _rows.c.at).order_by(_rows.c.id).limit(PRUNED_AT_ONCE).subquery()
+        async with self._database.write() as connection:
+            await connection.execute(delete(_rows).where(_rows.c.id.in_(select(first.c.id).where(first.c.at < oldest))))
+
+    async def _note_beyond(self, connection: AsyncConnection, owner: Row[Any], *, verdict: Verdict, count: int) -> None:
+        """One entry a sandbox and verdict counts all that is not recorded one by one."""
+        source = f"beyond:{owner.id}:{verdict.value}"
+        counted = update(_rows).where(_rows.c.source == source).values(count=_rows.c.count + count)
+        if (await connection.execute(counted)).rowcount:
+            return
+        values = {
+            "at": self._clock(),
+            "workspace": owner.workspace,
+            "sandbox": owner.id,
+            "kind": ConnectionKind.GAP.value,
+            "verdict": verdict.value,
+            "rule": BEYOND,
+            "count": count,
+            "source": source,
+            "connection": 0,
+        }
+        await connection.execute(insert(_rows).values(values))
 
 
 async def list_connections(
@@ -172,23 +222,34 @@ async def list_connections(
     return ConnectionList(connections=shown, next_after=shown[-1].id if len(rows) > limit else None)
 
 
+async def _count(connection: AsyncConnection, sandboxes: list[str]) -> Counter[str]:
+    statement = select(_rows.c.sandbox, func.count()).where(_rows.c.sandbox.in_(sandboxes)).group_by(_rows.c.sandbox)
+    return Counter({sandbox: count for sandbox, count in (await connection.execute(statement)).all()})
+
+
+async def _complete(connection: AsyncConnection, entry: RecordEntry, *, source: str) -> bool:
+    """Put the end of a connection to its beginning, if that is on record."""
+    completed = {
+        "of_source": source,
+        "of_connection": entry.connection,
+        "sent": entry.bytes_sent,
+        "received": entry.bytes_received,
+        "ended": entry.at,
+        "times": entry.count,
+    }
+    return bool((await connection.execute(_COMPLETE, completed)).rowcount)
+
+
+def _verdict(entry: RecordEntry) -> Verdict:
+    return entry.verdict or (Verdict.REFUSED if entry.event == "refused" else Verdict.ALLOWED)
+
+
 async def _keep(connection: AsyncConnection, entry: RecordEntry, *, workspace: str, source: str) -> None:
-    if entry.event == "closed":
-        completed = {
-            "of_source": source,
-            "of_connection": entry.connection,
-            "sent": entry.bytes_sent,
-            "received": entry.bytes_received,
-            "ended": entry.at,
-            "times": entry.count,
-        }
-        if (await connection.execute(_COMPLETE, completed)).rowcount:
-            return
     values = {
         **entry.model_dump(include={"at", "sandbox", "command", "name", "address", "port", "rule", "count"}),
         "kind": ConnectionKind.GAP.value if entry.event == "gap" else entry.kind.value,
         "workspace": workspace,
-        "verdict": (entry.verdict or (Verdict.REFUSED if entry.event == "refused" else Verdict.ALLOWED)).value,
+        "verdict": _verdict(entry).value,
         "bytes_sent": entry.bytes_sent,
         "bytes_received": entry.bytes_received,
         "ended_at": entry.at if entry.event == "closed" else None,

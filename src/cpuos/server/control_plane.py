@@ -68,6 +68,9 @@ class ServerOptions:
     idempotency_wait_s: float = 90.0
     record_retention_s: float = 86400.0
     """What the commands of an ended sandbox left stays readable this long."""
+    connection_records: int = 50_000
+    """Connections recorded of one sandbox; those beyond are counted."""
+    connection_retention_s: float = 30 * 86400.0
     stop_grace_s: float = 2.0
     """How long a stopping server waits for work whose callers it has let go."""
 
@@ -235,7 +238,7 @@ async def _wire(
         lifecycle=lifecycle,
         networks=networks,
         journal=JournalIngest(database, gateway),
-        connections=ConnectionIngest(database, records),
+        connections=_connections(options, database, records, clock),
         settlement=Settlement(database=database, audit=audit, idempotency=idempotency),
         tasks=tasks,
         clock=clock,
@@ -266,6 +269,13 @@ async def _wire(
         tasks=tasks,
         health_cache={},
     )
+
+
+def _connections(
+    options: ServerOptions, database: Database, records: ConnectionRecords, clock: Clock
+) -> ConnectionIngest:
+    most, kept_s = options.connection_records, options.connection_retention_s
+    return ConnectionIngest(database, records, clock, most_of_a_sandbox=most, kept_s=kept_s)
 
 
 async def _record_start(database: Database, clock: Clock) -> int:

@@ -110,6 +110,7 @@ class Reconciler:
         facts = await self._scheduler.client(self._node).list()
         await self._apply(facts, listed_at=listed_at)
         await self._settlement.prune()
+        await self._connections.prune()
 
     async def take_changes(self, facts: Sequence[SandboxFacts]) -> None:
         """News of some sandboxes: deaths that are not the end of what this server is doing anyway."""
