@@ -186,8 +186,12 @@ class ConnectionIngest:
         """Drop records that are kept no longer; at most some thousand a call, so that nobody waits for it."""
         oldest = self._clock() - self._kept
         first = select(_rows.c.id, _rows.c.at).order_by(_rows.c.id).limit(PRUNED_AT_ONCE).subquery()
+        old = select(first.c.id).where(first.c.at < oldest)
+        async with self._database.read() as connection:
+            if (await connection.execute(old.limit(1))).one_or_none() is None:
+                return
         async with self._database.write() as connection:
-            await connection.execute(delete(_rows).where(_rows.c.id.in_(select(first.c.id).where(first.c.at < oldest))))
+            await connection.execute(delete(_rows).where(_rows.c.id.in_(old)))
 
     async def _note_beyond(self, connection: AsyncConnection, owner: Row[Any], *, verdict: Verdict, count: int) -> None:
         """One entry a sandbox and verdict counts all that is not recorded one by one."""
