@@ -297,7 +297,7 @@ class Server:
     async def settle(self) -> None:
         """Let the reconciler do all it has to do."""
         reconciler = self.plane.reconciler
-        for step in (reconciler.sweep, reconciler.tick):
+        for step in (reconciler.sweep, reconciler.tick, reconciler.tell_networks):
             with suppress(CpuosError, OSError):  # its loop would say so and go on
                 await step()
             await self.plane.tasks.shared_ended()

@@ -83,6 +83,7 @@ class Reconciler:
         loops: list[tuple[Callable[[], Awaitable[None]], float]] = [
             (self.tick, TICK_S),
             (self.sweep, SWEEP_S),
+            (self.tell_networks, TICK_S),
             (self.ingest, TICK_S),
             (self.ingest_connections, TICK_S),
         ]
@@ -101,7 +102,6 @@ class Reconciler:
         await self._apply([], listed_at=None)
         await self._settlement.run()
         await self._tell_gateway()
-        await self._networks.tell_pending()
 
     async def sweep(self) -> None:
         """Compare everything: all the node has with all that is on record."""
@@ -118,6 +118,10 @@ class Reconciler:
         news = [one for one in dead if self._lifecycle.creation(one.id) or not self._tasks.busy(one.id)]
         if news:
             await self._apply(news, listed_at=None)
+
+    async def tell_networks(self) -> None:
+        """Network policies that their nodes have not put in place yet. A step of its own: nothing holds it up."""
+        await self._networks.tell_pending()
 
     async def ingest(self) -> None:
         """Take over the gateway's journal."""

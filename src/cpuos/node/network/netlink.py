@@ -103,7 +103,12 @@ class RouteNetlink:
             index = socket.if_nametoindex(name)
         except OSError:
             return
-        self._ask(_RTM_DELLINK, 0, _LINK.pack(socket.AF_UNSPEC, 0, index, 0, 0))
+        try:
+            self._ask(_RTM_DELLINK, 0, _LINK.pack(socket.AF_UNSPEC, 0, index, 0, 0))
+        except OSError as problem:
+            # The far end's namespace may have ended meanwhile, and the device with it.
+            if problem.errno != errno.ENODEV:
+                raise
 
     def routes(self) -> list[Route]:
         """Every IPv4 route of every table."""
