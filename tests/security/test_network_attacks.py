@@ -122,7 +122,8 @@ for port in {ports}:
             sealed_instance.kill("node")
             sealed_instance.wait_ready()
             change.join()
-            until(lambda: sandbox.network.get().applied)
+            until(lambda: sandbox.network.get().applied or sandbox.refresh().state != "running", limit_s=90)
+            assert sandbox.state == "running", sandbox.info
             assert sandbox.exec(["python3", "-c", code]).stdout.split() == [str(port)]
 
 

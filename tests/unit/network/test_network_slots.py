@@ -177,6 +177,38 @@ async def test_the_next_daemon_takes_slots_over_and_removes_what_was_in_store(ne
         await second.close()
 
 
+@pytest.mark.parametrize("problem", [OSError(16, "Device or resource busy"), PlatformError("cannot do it", "busy")])
+async def test_a_kernel_that_is_busy_is_asked_again_before_a_sandbox_is_given_up(
+    network, tmp_path, monkeypatch, problem
+):
+    monkeypatch.setattr("cpuos.node.network.network.READOPT_PAUSE_S", 0)
+    await network.take(ID, policy())
+    await network.close()
+    second = Quiet(config(tmp_path, block="auto"))
+    await second.start()
+    take_up, failures = second._take_up, [problem] * 3
+
+    async def fail_first(sandbox_id, wanted):
+        if failures:
+            raise failures.pop()
+        await take_up(sandbox_id, wanted)
+
+    monkeypatch.setattr(second, "_take_up", fail_first)
+    try:
+        await second.readopt(ID, policy(2))
+        assert ID in second._slots
+        failures += [problem] * 4
+        await second._slots.pop(ID).close()
+        with pytest.raises(PlatformError):
+            await second.readopt(ID, policy(2))
+        assert failures == []
+    finally:
+        monkeypatch.undo()
+        await second.readopt(ID, policy(2))
+        await second.release(ID)
+        await second.close()
+
+
 async def test_a_block_stays_while_it_is_in_use(network, tmp_path):
     await network.take(ID, policy())
     await network.close()

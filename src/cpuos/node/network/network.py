@@ -43,6 +43,7 @@ __all__ = ["Network", "NetworkConfig"]
 log = structlog.get_logger("cpuos.node.network")
 
 HOST_ADDRESSES_EVERY_S = 5.0
+READOPT_TRIES, READOPT_PAUSE_S = 4, 0.25
 _SPARE_SLOTS = 16
 _LINK = re.compile(rf"({SANDBOX_ID_PATTERN.strip('^$')})\.slot")
 
@@ -182,15 +183,27 @@ class Network:
         log.info("network policy in place", sandbox=sandbox_id, version=policy.version, connections_cut=len(cut))
 
     async def readopt(self, sandbox_id: str, policy: EffectivePolicy) -> None:
-        """After a restart of the node: open the slot of a running sandbox again, and see that this policy holds."""
+        """After a restart of the node: open the slot of a running sandbox again, and see that this policy holds.
+
+        Tried a few times: the kernel may be busy with what the daemon before was doing as it died, and a sandbox whose
+        slot cannot be taken up is lost.
+        """
         if sandbox_id in self._slots:
             return
-        link = self._link(sandbox_id)
-        try:
-            folder = self._folder / os.readlink(link)
-            router = await asyncio.to_thread(self._open_router, folder)
-        except OSError as problem:
-            raise PlatformError(f"cannot find the network slot of sandbox {sandbox_id}", str(problem)) from problem
+        for left in reversed(range(READOPT_TRIES)):
+            try:
+                await self._take_up(sandbox_id, policy)
+                return
+            except (OSError, PlatformError) as problem:
+                log.warning("network slot not taken up yet", sandbox=sandbox_id, why=str(problem), tries_left=left)
+                if not left:
+                    what = f"cannot take up the network slot of sandbox {sandbox_id}"
+                    raise PlatformError(what, str(problem)) from problem
+            await asyncio.sleep(READOPT_PAUSE_S)
+
+    async def _take_up(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        folder = self._folder / os.readlink(self._link(sandbox_id))
+        router = await asyncio.to_thread(self._open_router, folder)
         slot = self._make_taken(folder, router)
         try:
             await asyncio.to_thread(router.set_host_addresses, self._host_addresses)
