@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_AGENT_LINES = 2500  # of code: comments that say why are not what makes an agent heavy
+MAX_AGENT_LINES = 2880  # the aim is 2,500: this number only shrinks
+MAX_AGENT_CODE_LINES = 2500  # without comments and blank lines
 
 
 def _sources() -> list[Path]:
@@ -40,7 +41,8 @@ def test_the_agent_stays_lean() -> None:
     paths = [path for path in (ROOT / "guest").rglob("*.go") if not path.name.endswith("_test.go")]
     lines = [line.strip() for path in paths for line in path.read_text().splitlines()]
     code = [line for line in lines if line and not line.startswith("//")]
-    assert len(code) <= MAX_AGENT_LINES
+    assert len(lines) <= MAX_AGENT_LINES
+    assert len(code) <= MAX_AGENT_CODE_LINES
 
 
 def _lines(path: Path) -> int:

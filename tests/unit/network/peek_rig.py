@@ -78,7 +78,14 @@ class PeekRig:
     async def _order(self, sandbox: str, count: int) -> None:
         self.orders += 1
         assert self.peek is not None
-        for made in await asyncio.to_thread(self.world.router.peek_sockets, count):
+        making = asyncio.ensure_future(asyncio.to_thread(self.world.router.peek_sockets, count))
+        try:
+            sockets = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            for made in await making:  # nobody takes them any more
+                made.close()
+            raise
+        for made in sockets:
             self.peek.stock.add(made)
 
     def told(self) -> list[dict[str, Any]]:

@@ -16,11 +16,7 @@ from test_client_hello import GOOD, hello_of, made_by_python, server_name
 from cpuos.node.network.peek.sandbox import PeekLimits
 from router_world import router_world
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
-    # A connection that a test gives up in mid-connect leaves its socket to the collector, now and then.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 ALLOW = {"allow": ["*.allowed.test", "git.allowed.test:22", "api.allowed.test:8443"]}
 DATA = b"\x17\3\3\0\5hello"  # what a TLS session says behind its hello
