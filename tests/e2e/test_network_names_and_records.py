@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -126,7 +125,8 @@ def test_a_command_tells_what_it_was_refused(sandbox):
 def test_a_killed_peek_fails_closed_and_heals(sandbox, sealed_instance):
     place = (addresses.WEB, 443, NAME, NAME)
     assert ask(sandbox, place) == [200]
-    pid = _worker(sealed_instance, "peek")
+    pid = sealed_instance.helper("peek")
+    assert pid
     os.kill(pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGKILL)
     assert ask(sandbox, (addresses.WEB, 443, DENIED, DENIED))[0] in ("ConnectionRefusedError", "ConnectionResetError")
@@ -136,7 +136,8 @@ def test_a_killed_peek_fails_closed_and_heals(sandbox, sealed_instance):
 def test_what_a_killed_records_worker_missed_is_a_gap(sandbox, sealed_instance):
     ask(sandbox, (addresses.WEB, 22, None, ""))
     until(lambda: sandbox.audit.connections())
-    pid = _worker(sealed_instance, "records")
+    pid = sealed_instance.helper("records")
+    assert pid
     os.kill(pid, signal.SIGSTOP)
     for _ in range(3):
         ask(sandbox, (addresses.WEB, 23, None, ""))
@@ -144,17 +145,3 @@ def test_what_a_killed_records_worker_missed_is_a_gap(sandbox, sealed_instance):
     [gap] = until(lambda: [one for one in sandbox.audit.connections() if one.kind == "gap"])
     assert gap.count == 3
     assert [one.port for one in sandbox.audit.connections(verdict="refused") if one.port is not None] == [22]
-
-
-def _worker(instance, name: str) -> int:
-    """Of this instance: a worker is the child of its node."""
-    node = instance.pids()["node"]
-    for number in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            parent = int(Path("/proc", number, "stat").read_text().rpartition(")")[2].split()[1])
-            command = Path("/proc", number, "cmdline").read_text()
-        except (OSError, ValueError):
-            continue
-        if parent == node and f"workers.{name}" in command:
-            return int(number)
-    raise AssertionError(f"no {name} worker")

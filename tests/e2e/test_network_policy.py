@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -192,10 +191,10 @@ def test_a_killed_node_takes_the_newest_policy_up_again(world, client, sealed_in
 @pytest.mark.parametrize("worker", ["dns", "peek", "records", "maker"])
 def test_a_killed_helper_comes_back(world, client, sealed_instance, sandbox, worker):
     assert attempt(sandbox, ("name", "web.allowed.example", 80)) == [addresses.WEB]
-    pid = _helper(sealed_instance, worker)
+    pid = sealed_instance.helper(worker)
     os.kill(pid, signal.SIGKILL)
     assert attempt(sandbox, ("tcp", addresses.PRIVATE[0], 80)) == ["ConnectionRefusedError"]
-    until(lambda: _helper(sealed_instance, worker) not in (0, pid))
+    until(lambda: sealed_instance.helper(worker) not in (0, pid))
     until(lambda: attempt(sandbox, ("name", "web.allowed.example", 80)) == [addresses.WEB])
     with Sandbox.create(client=client, template="python") as another:
         assert attempt(another, ("name", "web.allowed.example", 80)) == [addresses.WEB]
@@ -222,17 +221,3 @@ def _slot_addresses(world: SealedWorld, instance: SealedInstance) -> list[str]:
     into += ["nsenter", f"--net={instance.settings.run_dir}/netns/hub", "ip", "-4", "route"]
     rows = world.run_in_host(into).stdout.splitlines()
     return [row.split()[0] for row in rows if "dev u" in row]
-
-
-def _helper(instance: SealedInstance, name: str) -> int:
-    """The process of one helper of the node; 0: none."""
-    node = instance.pids()["node"]
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parent = int(Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()[1])
-            words = Path("/proc", entry, "cmdline").read_text().split("\0")
-        except (OSError, ValueError):
-            continue
-        if parent == node and any(word.endswith(f".{name}") for word in words):
-            return int(entry)
-    return 0

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -279,23 +278,10 @@ def test_a_flood_hurts_only_its_sandbox(world, free, listed):
 
 def test_the_forwarder_is_dead(world, listed, sealed_instance):
     """Stopped: no answer. Dead: none either, until there is another, which knows the policy."""
-    worker = _worker(sealed_instance, "dns")
+    worker = sealed_instance.helper("dns")
     os.kill(worker, signal.SIGSTOP)
     assert ask(listed, ("web.allowed.example", 1))[0][0] == "TimeoutError"
     assert not connects(listed, addresses.OTHER_WEB)
-    until(lambda: _worker(sealed_instance, "dns") not in (0, worker), limit_s=40)
+    until(lambda: sealed_instance.helper("dns") not in (0, worker), limit_s=40)
     until(lambda: addresses_of(listed, "web.allowed.example") == [addresses.WEB])
     assert ask(listed, ("open.example", 1))[0][0] == REFUSED  # with its policy, not with none
-
-
-def _worker(instance: SealedInstance, name: str) -> int:
-    node = instance.pids()["node"]
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parent = int(Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()[1])
-            words = Path("/proc", entry, "cmdline").read_text().split("\0")
-        except (OSError, ValueError):
-            continue
-        if parent == node and any(word.endswith(f".workers.{name}") for word in words):
-            return int(entry)
-    return 0
