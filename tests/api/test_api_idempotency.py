@@ -36,7 +36,7 @@ async def test_another_body_is_refused(server: Server) -> None:
 async def test_repeats_at_the_same_time_share_one_create(server: Server) -> None:
     server.installation.node.create_gate.clear()
     calls = [asyncio.create_task(server.create(key="order-1")) for _ in range(10)]
-    await asyncio.sleep(0.1)
+    await server.node_called()
     other = await server.create(key="order-1", cpu=7)
     assert error_of(other)["code"] == "idempotency_mismatch"
     server.installation.node.create_gate.set()
@@ -50,7 +50,7 @@ async def test_a_repeat_does_not_wait_for_ever(installation: Installation) -> No
     async with installation.serve(idempotency_wait_s=0.2) as server:
         installation.node.create_gate.clear()
         first = asyncio.create_task(server.create(key="order-1"))
-        await asyncio.sleep(0.1)
+        await server.node_called()
         answer = await server.create(key="order-1")
         assert (answer.status_code, error_of(answer)["code"]) == (409, "idempotency_in_progress")
         installation.node.create_gate.set()
@@ -88,7 +88,7 @@ async def test_keys_are_checked_and_scoped(server: Server) -> None:
 async def test_a_client_that_goes_away_leaves_nothing_half_made(server: Server) -> None:
     server.installation.node.create_gate.clear()
     call = asyncio.create_task(server.create(key="order-1", name="one"))
-    await asyncio.sleep(0.1)
+    await server.node_called()
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     server.installation.node.create_gate.set()
@@ -106,7 +106,7 @@ async def died_in_create(installation: Installation, *, before_node: bool) -> No
     gate.clear()
     async with installation.serve(stop_grace_s=0) as server:
         call = asyncio.create_task(server.create(key="order-1", name="one"))
-        await asyncio.sleep(0.2)
+        await server.node_called(answering=not before_node)
         assert not call.done()
     await asyncio.gather(call, return_exceptions=True)
     gate.set()
@@ -150,9 +150,15 @@ async def test_a_restart_frees_the_key_of_a_call_that_did_nothing(
     installation: Installation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with installation.serve(stop_grace_s=0) as server:
-        monkeypatch.setattr(server.plane.lifecycle, "create", lambda *_, **__: asyncio.Event().wait())
+        begun = asyncio.Event()
+
+        async def create(*_: object, **__: object) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(server.plane.lifecycle, "create", create)
         call = asyncio.create_task(server.create(key="order-1"))
-        await asyncio.sleep(0.1)
+        await begun.wait()
     await asyncio.gather(call, return_exceptions=True)
     async with installation.serve() as server:
         await server.settle()

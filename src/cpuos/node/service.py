@@ -405,24 +405,23 @@ class NodeService:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """One round: what is being deleted or is dead and still has parts on the host, marks that are old, and orphans:
-        a start that this daemon's forerunner had begun may have come to its end after `recover` looked."""
+        """One round: what could not be taken up at the start, what is dead or being deleted and still has parts here,
+        marks that are old, and orphans: a start of this daemon's forerunner may have ended after `recover` looked."""
         oldest = self._clock() - GONE_KEPT
         for record in list(self._records.values()):
-            if record.stage is Stage.GONE and record.changed_at < oldest and not self._lock(record.id).locked():
+            if self._lock(record.id).locked():
+                continue
+            if record.stage is Stage.GONE and record.changed_at < oldest:
                 await self._forget(record.id)
                 self._locks.pop(record.id, None)
-            left = record.stage is Stage.DELETING or (record.stage is Stage.DEAD and not record.ended)
-            if not left or self._lock(record.id).locked():
-                continue
-            async with self._lock(record.id):
-                current = self._records.get(record.id)
-                if current is not record:
-                    continue
-                try:
-                    await (self._remove(record) if record.stage is Stage.DELETING else self._end(record, reason=""))
-                except CpuosError:
-                    log.exception("sandbox not removed yet", sandbox=record.id)
+            elif record.stage is Stage.RUNNING and record.id not in self._watches:
+                await self._recover(record)
+            elif record.stage is Stage.DELETING or (record.stage is Stage.DEAD and not record.ended):
+                async with self._lock(record.id):
+                    try:
+                        await (self._remove(record) if record.stage is Stage.DELETING else self._end(record, reason=""))
+                    except CpuosError:
+                        log.exception("sandbox not removed yet", sandbox=record.id)
         await self._remove_orphans()
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ def find_process(pid: int) -> Process | None:
     """The process now behind this number, unless it is dead (a zombie counts as dead)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # The name in brackets may hold spaces and brackets: fields count from the last one.
     fields = stat[stat.rindex(b")") + 2 :].split()
@@ -22,10 +22,13 @@ def find_process(pid: int) -> Process | None:
 
 
 def open_process(process: Process) -> int | None:
-    """A descriptor of exactly this process: the number is checked again once the descriptor holds it."""
+    """A descriptor of exactly this process: the number is checked again once the descriptor holds it.
+
+    None: it has ended. Any other trouble is an OSError: it says nothing of the process.
+    """
     try:
         pidfd = os.pidfd_open(process.pid)
-    except OSError:
+    except ProcessLookupError:
         return None
     if find_process(process.pid) == process:
         return pidfd

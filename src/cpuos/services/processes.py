@@ -24,7 +24,7 @@ def find_process(pid: int) -> Process | None:
     try:
         # The second field is the name, in parentheses, and may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else Process(pid=pid, started=int(fields[19]))
 
@@ -33,7 +33,7 @@ def open_process(process: Process) -> int | None:
     """A pidfd of exactly this process; None when it has ended. The caller closes it."""
     try:
         descriptor = os.pidfd_open(process.pid)
-    except OSError:
+    except ProcessLookupError:
         return None
     if find_process(process.pid) == process:
         return descriptor

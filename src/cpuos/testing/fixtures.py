@@ -7,7 +7,7 @@ runtime; `CPUOS_TESTING_RUNTIME` chooses. Tests marked `gvisor` are skipped wher
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 
 import pytest
 
@@ -23,6 +23,7 @@ __all__ = [
     "fake_instance",
     "instance",
     "pytest_collection_modifyitems",
+    "pytest_runtest_makereport",
     "sealed",
     "sealed_instance",
     "small_instance_capacity",
@@ -30,6 +31,7 @@ __all__ = [
 
 RUNTIME_VARIABLE = "CPUOS_TESTING_RUNTIME"
 MAX_SANDBOXES = 12
+LOG_LINES = 150
 LIVE = {"creating", "running", "stopping"}
 
 
@@ -38,6 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and item.get_closest_marker("gvisor"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test shows what the parts of its instances wrote last."""
+    report = yield
+    if report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            if isinstance(value, Instance):
+                report.sections.append((f"logs of {name}", value.logs(lines=LOG_LINES)))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -82,11 +82,13 @@ class GvisorRuntime:
             return True
         pidfd = open_process(process)
         if pidfd is None:
+            log.warning("sandbox not adopted: its process has ended", sandbox=spec.id, pid=process.pid)
             return False
         await self._worker.start()
         try:
             self._watch(spec, pidfd)
-        except OSError:  # its control group is gone
+        except FileNotFoundError as problem:
+            log.warning("sandbox not adopted: its control group is gone", sandbox=spec.id, why=str(problem))
             self._forget(spec.id)
             return False
         return True
