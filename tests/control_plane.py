@@ -295,11 +295,13 @@ class Server:
         return await self.http.delete(f"/v1/sandboxes/{ref}")
 
     async def node_called(self, *, answering: bool = False) -> None:
-        """Wait until a create has come to the node; with `answering` until it is done there and only its answer lacks."""
+        """Wait until a create has come to the node; with `answering`, until only its answer is lacking."""
         node = self.installation.node
-        async with asyncio.timeout(20):
-            while not (node.sandboxes if answering else node.calls["create"]):
-                await asyncio.sleep(0.001)
+
+        async def come() -> bool:
+            return bool(node.sandboxes if answering else node.calls["create"])
+
+        await until(come)
 
     async def settle(self) -> None:
         """Let the reconciler do all it has to do."""
