@@ -14,15 +14,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx2
+from pydantic import BaseModel
 
 from cpuos.errors import CpuosError, Unavailable, error_from_body
 from cpuos.types.network import EffectivePolicy
-from cpuos.types.node import NodeFacts, NodeNetworkUpdate, NodeSandboxCreate, SandboxFacts, SandboxStats
+from cpuos.types.node import (
+    NodeFacts,
+    NodeGeneration,
+    NodeNetworkUpdate,
+    NodePause,
+    NodeResume,
+    NodeSandboxCreate,
+    NodeSnapshotCreate,
+    SandboxFacts,
+    SandboxStats,
+    SnapshotFacts,
+)
 
 __all__ = ["Changes", "DialClient", "Dialled", "LocalNodeClient", "NodeClient"]
 
 # An answer is one packet: statement, signature and key in base64 stay far below it.
 DIAL_PACKET_BYTES = 16 << 10
+# Memory and disks of many GiB on a slow volume.
+MOVE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +70,36 @@ class NodeClient(Protocol):
         ...
 
     async def stats(self, sandbox_id: str) -> SandboxStats: ...
+
+    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
+        """Memory of a frozen sandbox to disk, then nothing of it stays but files. Idempotent. After a failure it runs
+        on, frozen, and the next dial's statement thaws it."""
+        ...
+
+    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
+        """Returns when its processes are there again, frozen: the next dial's statement thaws them. Idempotent. The
+        image is kept until `settle`; after a failure the sandbox is paused as before."""
+        ...
+
+    async def settle(self, sandbox_id: str, *, generation: int) -> None:
+        """The resumed sandbox answers: its image can go. Idempotent."""
+        ...
+
+    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
+        """Undo a resume that was not settled: paused as before. Idempotent."""
+        ...
+
+    async def snapshot(
+        self, sandbox_id: str, *, generation: int, snapshot: str, freeze: str | None = None, memory: bool = True
+    ) -> SnapshotFacts:
+        """Of a frozen sandbox, which the next dial's statement thaws, or of a paused one. A repeat answers the same."""
+        ...
+
+    async def snapshots(self) -> list[SnapshotFacts]: ...
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """Idempotent; refused as `snapshot_in_use` while a create reads it."""
+        ...
 
     async def changes(self, after: int, *, wait_s: float = 25.0) -> Changes:
         """Long poll. Start with 0: then every known sandbox comes once. Deleted ones come as not alive."""
@@ -105,6 +149,34 @@ class LocalNodeClient:
     async def stats(self, sandbox_id: str) -> SandboxStats:
         return SandboxStats.model_validate(await self._call("GET", f"/v1/sandboxes/{sandbox_id}/stats"))
 
+    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
+        body = NodePause(generation=generation, freeze=freeze)
+        return SandboxFacts.model_validate(await self._act(sandbox_id, "pause", body))
+
+    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
+        body = NodeResume(generation=generation, network=network)
+        return SandboxFacts.model_validate(await self._act(sandbox_id, "resume", body))
+
+    async def settle(self, sandbox_id: str, *, generation: int) -> None:
+        await self._act(sandbox_id, "settle", NodeGeneration(generation=generation))
+
+    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
+        body = NodeGeneration(generation=generation)
+        return SandboxFacts.model_validate(await self._act(sandbox_id, "repause", body))
+
+    async def snapshot(
+        self, sandbox_id: str, *, generation: int, snapshot: str, freeze: str | None = None, memory: bool = True
+    ) -> SnapshotFacts:
+        body = NodeSnapshotCreate(generation=generation, snapshot=snapshot, freeze=freeze, memory=memory)
+        return SnapshotFacts.model_validate(await self._act(sandbox_id, "snapshot", body))
+
+    async def snapshots(self) -> list[SnapshotFacts]:
+        answer = await self._call("GET", "/v1/snapshots")
+        return [SnapshotFacts.model_validate(facts) for facts in answer["snapshots"]]
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        await self._call("DELETE", f"/v1/snapshots/{snapshot}")
+
     async def changes(self, after: int, *, wait_s: float = 25.0) -> Changes:
         query = {"after": after, "wait_s": wait_s}
         answer = await self._call("GET", "/v1/changes", query=query, timeout_s=wait_s + 10)
@@ -112,6 +184,11 @@ class LocalNodeClient:
             seq=int(answer["seq"]),
             changes=[SandboxFacts.model_validate(facts) for facts in answer["changes"]],
         )
+
+    async def _act(self, sandbox_id: str, verb: str, body: BaseModel) -> Any:
+        """A verb that moves memory or disks takes its time."""
+        path = f"/v1/sandboxes/{sandbox_id}/{verb}"
+        return await self._call("POST", path, body=body.model_dump(mode="json"), timeout_s=MOVE_S)
 
     async def _call(
         self,

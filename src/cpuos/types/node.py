@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, StringConstraints
@@ -13,15 +14,37 @@ from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation
 
 __all__ = [
     "NodeFacts",
+    "NodeGeneration",
     "NodeNetworkUpdate",
+    "NodePause",
+    "NodeResume",
     "NodeSandboxCreate",
+    "NodeSnapshotCreate",
+    "Restored",
     "RuntimeFacts",
     "SandboxFacts",
     "SandboxStats",
+    "SnapshotFacts",
     "TemplateFacts",
 ]
 
 SandboxId = Annotated[str, StringConstraints(pattern=SANDBOX_ID_PATTERN)]
+SnapshotId = Annotated[str, StringConstraints(pattern=SANDBOX_ID_PATTERN)]
+FreezeNonce = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+"""By it a frozen guest knows who may thaw it (api/guest.md)."""
+
+
+class Restored(StrEnum):
+    """What a sandbox began with, the most first."""
+
+    MEMORY = "memory"
+    """Processes and all files."""
+    ROOT = "root"
+    """All files; processes started anew."""
+    WORKSPACE = "workspace"
+    """The files in /workspace alone."""
+    NOTHING = "nothing"
+    """Its template."""
 
 
 def _nothing() -> EffectivePolicy:
@@ -43,12 +66,43 @@ class NodeSandboxCreate(Request):
     max_processes: int = Field(ge=16, le=32768)
     network: EffectivePolicy = Field(default_factory=_nothing)
     """In place before the first instruction of the guest; who says nothing gets nothing."""
+    snapshot: SnapshotId | None = None
+    """Begin with what this snapshot holds; template, runtime and sizes must be its own."""
+    warm: bool = True
+    """With its processes, where the snapshot has them; else only with its files."""
 
 
 class NodeNetworkUpdate(Request):
     generation: int = Field(ge=1)
     policy: EffectivePolicy
     """Put in place unless a newer version is already."""
+
+
+class NodeGeneration(Request):
+    """A call that needs nothing but to name the generation it is made for."""
+
+    generation: int = Field(ge=1)
+
+
+class NodePause(Request):
+    generation: int = Field(ge=1)
+    freeze: FreezeNonce
+    """The guest is frozen with this one already."""
+
+
+class NodeResume(Request):
+    generation: int = Field(ge=1)
+    network: EffectivePolicy
+    """In place before the guest goes on, unless the node knows a newer version."""
+
+
+class NodeSnapshotCreate(Request):
+    generation: int = Field(ge=1)
+    snapshot: SnapshotId
+    freeze: FreezeNonce | None = None
+    """As for a pause; a paused sandbox needs none."""
+    memory: bool = True
+    """Its processes too; else its files alone."""
 
 
 class RuntimeFacts(Answer):
@@ -84,6 +138,18 @@ class SandboxFacts(Answer):
     alive: bool
     exit_reason: str = ""
     """Why it is not alive, as far as the host can tell."""
+    paused: bool = False
+    """It has no process and no memory here, only files; it is alive and can go on."""
+    pause_reason: str = ""
+    """Why it is paused again, where nobody asked for it."""
+    settled: bool = True
+    """False between a resume and its settle: the image is kept, and a repause is possible."""
+    incarnation: int = 0
+    """How often its processes were taken up again, each time with a session key of its own."""
+    restored: Restored = Restored.NOTHING
+    """What it began with in this incarnation."""
+    restored_at: datetime | None = None
+    """When what it began with was saved."""
     runtime: str
     isolation: Isolation
     isolation_detail: str
@@ -98,3 +164,28 @@ class SandboxStats(Answer):
     cpu_seconds: float
     processes: int
     disk_used_bytes: int
+
+
+class SnapshotFacts(Answer):
+    """What is kept on this node under a snapshot's id."""
+
+    id: str
+    sandbox: str
+    """The sandbox it was made of."""
+    generation: int
+    incarnation: int
+    memory: bool
+    """Processes can go on from it; without them it holds files alone."""
+    root: bool
+    """It holds the files outside of /workspace apart from the processes' memory."""
+    size_bytes: int
+    """What it takes on the data volume; blocks shared with others count in each."""
+    template: str
+    template_digest: str
+    runtime: str
+    runtime_version: str
+    cpu: int
+    memory_mib: int
+    disk_mib: int
+    max_processes: int
+    created_at: datetime
