@@ -10,11 +10,11 @@ from cpuos import Client, Job, Network, Result, Sandbox, Shell, TransferReport
 from cpuos import errors as errors_module
 from cpuos.client._sync.commands import Commands
 from cpuos.client._sync.files import Files
-from cpuos.client._sync.network import NetworkAccess, SandboxAudit
+from cpuos.client._sync.network import NetworkAccess, SandboxAudit, WorkspaceAccess
 from cpuos.client._sync.ports import Ports
 from cpuos.client._sync.pty import Pty
 from cpuos.errors import CommandFailed, CpuosError
-from cpuos.types.network import Connection, RefusedConnection, SandboxNetwork
+from cpuos.types.network import Connection, RefusedConnection, SandboxNetwork, WorkspaceNetwork
 
 __all__ = ["render"]
 
@@ -50,6 +50,8 @@ _CLASSES: tuple[tuple[type[Any], str], ...] = (
     (Shell, "`sandbox.shell()`"),
     (Pty, "`sandbox.pty()`"),
     (Client, "`Client()`"),
+    (WorkspaceAccess, "`client.network`"),
+    (WorkspaceNetwork, "`client.network.get()`, `client.network.update()`"),
 )
 _QUALIFIED = re.compile(r"\b(?:[a-z_]+\.)+(?=[A-Za-z])")
 

@@ -1,4 +1,4 @@
-"""net: what a sandbox may reach."""
+"""net: what a sandbox, or every sandbox of the workspace, may reach."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AllowOption", "DenyOption", "NetworkOption", "net", "read_network", "register"]
 
+_HEADINGS = ("POLICY", "MODE", "ALLOW", "DENY")
+
 NetworkOption = Annotated[str | None, typer.Option("--network", help="internet (default) or off.")]
 AllowOption = Annotated[
     list[str] | None,
@@ -31,7 +33,12 @@ def register(app: typer.Typer) -> None:
 
 def net(
     ctx: typer.Context,
-    sandbox: Annotated[str, typer.Argument(help="Its id, name, or a unique start of its id.", metavar="SANDBOX")],
+    sandbox: Annotated[
+        str | None, typer.Argument(help="Its id, name, or a unique start of its id.", metavar="SANDBOX")
+    ] = None,
+    workspace: Annotated[
+        bool, typer.Option("--workspace", help="The policy that holds for every sandbox, beside its own.")
+    ] = False,
     network: NetworkOption = None,
     allow: AllowOption = None,
     deny: DenyOption = None,
@@ -39,16 +46,39 @@ def net(
 ) -> None:
     """Show what a sandbox may reach, or replace it.
 
-    A change holds when this returns: connections that are no longer allowed are cut.
+    A change holds when this returns: connections that are no longer allowed are cut. With --workspace it is the policy
+    of the whole workspace; a destination must be allowed by both.
     """
     output = current_output(ctx)
-    wanted = read_network(network, allow=allow, deny=deny, command=f"cpuos net {sandbox}")
+    if (sandbox is None) is not workspace:
+        raise InvalidRequest(
+            "cannot tell whose network is meant: " + ("--workspace with a sandbox" if workspace else "no sandbox"),
+            "it is either one sandbox or, with --workspace, all of them",
+            hint="cpuos net --workspace" if workspace else "cpuos ls",
+        )
+    named = shlex.quote(sandbox) if sandbox is not None else "--workspace"
+    wanted = read_network(network, allow=allow, deny=deny, command=f"cpuos net {named}")
+    if sandbox is None:
+        _net_of_workspace(output, wanted)
+        return
     with connected(sandbox) as sbx:
         shown = sbx.network.get() if wanted is None else sbx.network.update(wanted)
     if output.json:
         output.data(shown)
     else:
         _show(output, shown, sandbox=sbx.id)
+
+
+def _net_of_workspace(output: Output, wanted: str | Network | None) -> None:
+    from cpuos import Client
+
+    with Client() as client:
+        shown = client.network.get() if wanted is None else client.network.update(wanted)
+    if output.json:
+        output.data(shown)
+        return
+    output.table(_HEADINGS, [("workspace", *_cells(shown.policy))])
+    output.progress("what one sandbox may reach: cpuos net SANDBOX")
 
 
 def read_network(
@@ -91,7 +121,7 @@ def _check_entry(entry: str, *, option: str, command: str) -> None:
 
 def _show(output: Output, shown: SandboxNetwork, *, sandbox: str) -> None:
     rows = [("sandbox", *_cells(shown.policy)), ("workspace", *_cells(shown.workspace_policy))]
-    output.table(("POLICY", "MODE", "ALLOW", "DENY"), rows)
+    output.table(_HEADINGS, rows)
     if not shown.applied:
         output.progress("the newest version is not in place yet: the node has not answered")
     output.progress(f"what it connected to: cpuos audit --connections {sandbox}")

@@ -155,4 +155,6 @@ class SandboxNetwork(Answer):
 
 
 class WorkspaceNetwork(Answer):
+    """The network policy that holds for every sandbox of a workspace, beside its own."""
+
     policy: NetworkPolicy

@@ -269,6 +269,9 @@ def test_the_sdk_refuses_the_same() -> None:
         (["net", "box", "--deny", "https://a.example/"], "is a URL", "cpuos net box --deny '*.example.com'"),
         (["create", "--network", "off", "--allow", "*.a.example"], "only these", "cpuos create --allow '*.a.example'"),
         (["net", "box", "--network", "off", "--deny", "a.example"], "all but these", "cpuos net box --deny a.example"),
+        (["net"], "either one sandbox or", "cpuos ls"),
+        (["net", "box", "--workspace"], "either one sandbox or", "cpuos net --workspace"),
+        (["net", "--workspace", "--network", "of"], "internet or off", "cpuos net --workspace --network off"),
         (["ports", "box", "3000", "--host", "x"], "localhost", "cpuos ports box 3000 --host localhost"),
     ],
 )

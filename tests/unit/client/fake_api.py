@@ -67,6 +67,7 @@ class FakeApi:
         self.created: dict[str, str] = {}
         self.killed: list[str] = []
         self.network: dict[str, Any] = {"mode": "internet"}
+        self.workspace_network: dict[str, Any] = {"mode": "internet"}
         self.connections: list[dict[str, Any]] = []
         self.ports: dict[int, bool] = {}
         self.preview: tuple[int, Any, dict[str, str]] = (200, {}, {})
@@ -150,7 +151,7 @@ class FakeApi:
             await answer.whole(status, json.dumps(value).encode(), "application/json", headers)
         elif re.fullmatch(rf"/v1/sandboxes/{SANDBOX_ID}/ports(/\d+)?", path):
             await self._ports(seen, answer)
-        elif path == "/v1/sandboxes" or re.fullmatch(
+        elif path == "/v1/workspace/network" or path == "/v1/sandboxes" or re.fullmatch(
             r"/v1/sandboxes/[^/]+(/access|/links|/network|/connections)?", path
         ):
             await self._control(seen, answer)
@@ -170,9 +171,12 @@ class FakeApi:
             await answer.error("key_invalid")
         elif seen.path.endswith("/access"):
             await answer.json(self.access())
+        elif seen.path == "/v1/workspace/network":
+            self.workspace_network = json.loads(seen.body) if seen.method == "PUT" else self.workspace_network
+            await answer.json({"policy": self.workspace_network})
         elif seen.path.endswith("/network"):
             self.network = json.loads(seen.body) if seen.method == "PUT" else self.network
-            both = {"policy": self.network, "workspace_policy": {"mode": "internet"}}
+            both = {"policy": self.network, "workspace_policy": self.workspace_network}
             await answer.json({**both, "version": 2, "applied": True})
         elif seen.path.endswith("/connections"):
             after, limit = (int(seen.query[name]) for name in ("after", "limit"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cpuos import AsyncSandbox, Network
+from cpuos import AsyncClient, AsyncSandbox, Network
 from cpuos.errors import InvalidRequest
 from unit.client.fake_api import SANDBOX_ID, FakeApi
 
@@ -54,6 +54,24 @@ async def test_a_wrong_policy_is_told_before_anything_is_sent(api: FakeApi, netw
         await AsyncSandbox.create(network=network)
     assert str(caught.value.details["field"]).startswith("network")
     assert api.calls("POST", "/v1/sandboxes") == []
+
+
+@pytest.mark.parametrize(("network", "sent"), POLICIES)
+async def test_the_policy_of_the_workspace_is_replaced(api: FakeApi, network: Any, sent: dict[str, Any]) -> None:
+    async with AsyncClient() as client:
+        shown = await client.network.update(network)
+        assert json.loads(api.calls("PUT", "/v1/workspace/network")[0].body) == sent
+        assert shown.policy.mode == sent["mode"]
+        assert await client.network.get() == shown
+
+
+async def test_a_wrong_policy_of_the_workspace_is_told_before_anything_is_sent(api: FakeApi) -> None:
+    async with AsyncClient() as client:
+        for network in WRONG:
+            with pytest.raises(InvalidRequest) as caught:
+                await client.network.update(network)
+            assert caught.value.what.startswith("cannot")
+    assert api.seen == []
 
 
 async def test_connections_are_read_to_the_last_page(api: FakeApi) -> None:

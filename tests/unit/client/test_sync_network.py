@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cpuos import Network, Sandbox
+from cpuos import Client, Network, Sandbox
 from cpuos.errors import InvalidRequest
 from unit.client.fake_api import SANDBOX_ID, FakeApi
 
@@ -55,6 +55,24 @@ def test_a_wrong_policy_is_told_before_anything_is_sent(api: FakeApi, network: A
         Sandbox.create(network=network)
     assert str(caught.value.details["field"]).startswith("network")
     assert api.calls("POST", "/v1/sandboxes") == []
+
+
+@pytest.mark.parametrize(("network", "sent"), POLICIES)
+def test_the_policy_of_the_workspace_is_replaced(api: FakeApi, network: Any, sent: dict[str, Any]) -> None:
+    with Client() as client:
+        shown = client.network.update(network)
+        assert json.loads(api.calls("PUT", "/v1/workspace/network")[0].body) == sent
+        assert shown.policy.mode == sent["mode"]
+        assert client.network.get() == shown
+
+
+def test_a_wrong_policy_of_the_workspace_is_told_before_anything_is_sent(api: FakeApi) -> None:
+    with Client() as client:
+        for network in WRONG:
+            with pytest.raises(InvalidRequest) as caught:
+                client.network.update(network)
+            assert caught.value.what.startswith("cannot")
+    assert api.seen == []
 
 
 def test_connections_are_read_to_the_last_page(api: FakeApi) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from cpuos.client._async.connection import AsyncServer
 from cpuos.client._async.http import AsyncHttp
+from cpuos.client._async.network import AsyncWorkspaceAccess
 from cpuos.client._http import Answer
 from cpuos.client._parse import parse_answer
 from cpuos.client.config import load_config
@@ -26,6 +27,7 @@ class AsyncClient:
         self.config = load_config(api_url, api_key)
         self.http = AsyncHttp()
         self.server = AsyncServer(self.http, url=self.config.api_url, key=self.config.api_key)
+        self.network = AsyncWorkspaceAccess(self.server)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.config.api_url}>"

@@ -8,11 +8,19 @@ from cpuos.client._async.connection import AsyncServer
 from cpuos.client._parse import make_request, parse_answer
 from cpuos.client.network import Network, network_values
 from cpuos.types.audit import AuditEntry, AuditList
-from cpuos.types.network import Connection, ConnectionList, NetworkPolicy, SandboxNetwork, Verdict
+from cpuos.types.network import (
+    Connection,
+    ConnectionList,
+    NetworkPolicy,
+    SandboxNetwork,
+    Verdict,
+    WorkspaceNetwork,
+)
 
-__all__ = ["AsyncNetworkAccess", "AsyncSandboxAudit"]
+__all__ = ["AsyncNetworkAccess", "AsyncSandboxAudit", "AsyncWorkspaceAccess"]
 
 PAGE = 1000
+_WORKSPACE = "/v1/workspace/network"
 
 
 class AsyncNetworkAccess:
@@ -30,6 +38,23 @@ class AsyncNetworkAccess:
         """Replace the policy: "internet", "off" or a `Network`. Returns when it holds; what it forbids is cut."""
         body = make_request(NetworkPolicy, network_values(network), doing="update the network")
         return parse_answer(SandboxNetwork, (await self._server.call("PUT", self._path, content=body)).body)
+
+
+class AsyncWorkspaceAccess:
+    """`client.network`: what all sandboxes of the workspace may reach at most, beside what their own policies say."""
+
+    def __init__(self, server: AsyncServer) -> None:
+        self._server = server
+
+    async def get(self) -> WorkspaceNetwork:
+        """The policy of the workspace."""
+        return parse_answer(WorkspaceNetwork, (await self._server.call("GET", _WORKSPACE)).body)
+
+    async def update(self, network: str | Network) -> WorkspaceNetwork:
+        """Replace it: "internet", "off" or a `Network`. Returns when it holds for every sandbox; what it forbids is
+        cut. Needs a key with the permission `workspace.write`."""
+        body = make_request(NetworkPolicy, network_values(network), doing="update the workspace's network")
+        return parse_answer(WorkspaceNetwork, (await self._server.call("PUT", _WORKSPACE, content=body)).body)
 
 
 class AsyncSandboxAudit:

@@ -10,6 +10,7 @@ from cpuos.client._http import Answer
 from cpuos.client._parse import parse_answer
 from cpuos.client._sync.connection import Server
 from cpuos.client._sync.http import Http
+from cpuos.client._sync.network import WorkspaceAccess
 from cpuos.client.config import load_config
 from cpuos.types.audit import AuditList
 
@@ -27,6 +28,7 @@ class Client:
         self.config = load_config(api_url, api_key)
         self.http = Http()
         self.server = Server(self.http, url=self.config.api_url, key=self.config.api_key)
+        self.network = WorkspaceAccess(self.server)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.config.api_url}>"

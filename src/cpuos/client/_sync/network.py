@@ -9,11 +9,19 @@ from cpuos.client._parse import make_request, parse_answer
 from cpuos.client._sync.connection import Server
 from cpuos.client.network import Network, network_values
 from cpuos.types.audit import AuditEntry, AuditList
-from cpuos.types.network import Connection, ConnectionList, NetworkPolicy, SandboxNetwork, Verdict
+from cpuos.types.network import (
+    Connection,
+    ConnectionList,
+    NetworkPolicy,
+    SandboxNetwork,
+    Verdict,
+    WorkspaceNetwork,
+)
 
-__all__ = ["NetworkAccess", "SandboxAudit"]
+__all__ = ["NetworkAccess", "SandboxAudit", "WorkspaceAccess"]
 
 PAGE = 1000
+_WORKSPACE = "/v1/workspace/network"
 
 
 class NetworkAccess:
@@ -31,6 +39,23 @@ class NetworkAccess:
         """Replace the policy: "internet", "off" or a `Network`. Returns when it holds; what it forbids is cut."""
         body = make_request(NetworkPolicy, network_values(network), doing="update the network")
         return parse_answer(SandboxNetwork, (self._server.call("PUT", self._path, content=body)).body)
+
+
+class WorkspaceAccess:
+    """`client.network`: what all sandboxes of the workspace may reach at most, beside what their own policies say."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def get(self) -> WorkspaceNetwork:
+        """The policy of the workspace."""
+        return parse_answer(WorkspaceNetwork, (self._server.call("GET", _WORKSPACE)).body)
+
+    def update(self, network: str | Network) -> WorkspaceNetwork:
+        """Replace it: "internet", "off" or a `Network`. Returns when it holds for every sandbox; what it forbids is
+        cut. Needs a key with the permission `workspace.write`."""
+        body = make_request(NetworkPolicy, network_values(network), doing="update the workspace's network")
+        return parse_answer(WorkspaceNetwork, (self._server.call("PUT", _WORKSPACE, content=body)).body)
 
 
 class SandboxAudit:
