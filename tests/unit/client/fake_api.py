@@ -151,8 +151,10 @@ class FakeApi:
             await answer.whole(status, json.dumps(value).encode(), "application/json", headers)
         elif re.fullmatch(rf"/v1/sandboxes/{SANDBOX_ID}/ports(/\d+)?", path):
             await self._ports(seen, answer)
-        elif path == "/v1/workspace/network" or path == "/v1/sandboxes" or re.fullmatch(
-            r"/v1/sandboxes/[^/]+(/access|/links|/network|/connections)?", path
+        elif (
+            path == "/v1/workspace/network"
+            or path == "/v1/sandboxes"
+            or re.fullmatch(r"/v1/sandboxes/[^/]+(/access|/links|/network|/connections)?", path)
         ):
             await self._control(seen, answer)
         elif seen.headers.get("authorization") != f"Bearer {self.ticket}":
