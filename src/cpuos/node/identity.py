@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -39,17 +40,34 @@ class NodeIdentity:
     def public_key(self) -> bytes:
         return self._key.public_key().public_bytes_raw()
 
-    def sign_statement(self, sandbox_id: str, generation: int, *, session_key: bytes, hostname: str) -> SignedStatement:
-        """The statement of api/guest.md: valid for this sandbox and generation alone."""
+    def sign_statement(
+        self,
+        sandbox_id: str,
+        generation: int,
+        *,
+        session_key: bytes,
+        hostname: str,
+        incarnation: int = 0,
+        thaw: str | None = None,
+        frozen_as: str | None = None,
+    ) -> SignedStatement:
+        """The statement of api/guest.md: valid for this sandbox, generation and incarnation alone.
+
+        `thaw` is the freeze that it ends, `frozen_as` the id of the sandbox that froze: its own, or the one that it is
+        a copy of. Both are told as long as the incarnation lasts.
+        """
         now = self._now()
-        fields = {
+        fields: dict[str, Any] = {
             "sandbox": sandbox_id,
             "generation": generation,
+            "incarnation": incarnation,
             "expires_at": int(now) + STATEMENT_LIFE_S,
             "session_key": base64.b64encode(session_key).decode(),
             "hostname": hostname,
             "now": now,
         }
+        if thaw is not None:
+            fields |= {"thaw": thaw, "from": frozen_as or sandbox_id}
         statement = json.dumps(fields, separators=(",", ":")).encode()
         return SignedStatement(statement=statement, signature=self._key.sign(SIGNATURE_DOMAIN + statement))
 

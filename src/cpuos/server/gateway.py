@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -11,10 +13,21 @@ import httpx2
 
 from cpuos.errors import PlatformError, Unavailable, error_from_body
 
-__all__ = ["GatewayControl", "JournalPage", "LocalGatewayControl"]
+__all__ = [
+    "GatewayControl",
+    "JournalPage",
+    "Listener",
+    "LocalGatewayControl",
+    "SandboxActivity",
+    "Suspended",
+    "Wake",
+    "WakesPage",
+]
 
 # An attach waits in the gateway; the connection waits this much longer for its answer.
 _MARGIN_S = 5.0
+# A freeze: 5 s for the processes, and what a slow disk takes to take what was written.
+_SUSPEND_S = 60.0
 MAX_TEXT = 1000
 
 
@@ -26,6 +39,48 @@ class JournalPage:
     next: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """A port that a program in the sandbox listens on, as the sandbox tells it."""
+
+    port: int
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspended:
+    """A frozen sandbox, as it tells itself: its processes, the ports they listen on, its running commands."""
+
+    processes: int
+    listeners: list[Listener]
+    commands: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxActivity:
+    busy: bool
+    """A command or job runs, a call is served, or a terminal, watch, transfer or preview is open."""
+    idle_since: float | None
+    """Unix seconds; None while it is busy, suspended or not attached."""
+    suspended: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wake:
+    """A suspended sandbox was called, and the caller waits."""
+
+    seq: int
+    sandbox: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WakesPage:
+    source: str
+    """Id of the gateway process: sequence numbers are unique below it, and begin anew with another."""
+    wakes: list[Wake]
+    next: int
+
+
 class GatewayControl(Protocol):
     """Errors are those of the table; a gateway out of reach is `gateway_unavailable`."""
 
@@ -33,7 +88,27 @@ class GatewayControl(Protocol):
         self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
     ) -> None:
         """Return when the sandbox's agent has proved to be it and has answered, `wait_s` after its process runs at the
-        latest. For `starting_s` the node may still be making it."""
+        latest. For `starting_s` the node may still be making it. A suspended sandbox goes on by this, after a resume by
+        the node or without one."""
+        ...
+
+    async def suspend(
+        self, sandbox_id: str, *, freeze: str, if_idle_since: float | None = None, auto_resume: bool = True
+    ) -> Suspended:
+        """Freeze its processes and keep its streams and records until the next attach. A repeat answers the same.
+
+        `freeze` is 32 hex digits. With `if_idle_since` (unix seconds): `sandbox_busy` unless nothing was open since
+        before then. Refusals change nothing. Where no answer came, an attach makes sure that it goes on. Without
+        `auto_resume` calls are refused at once as `sandbox_paused`, and are no wakes.
+        """
+        ...
+
+    async def activity(self) -> dict[str, SandboxActivity]:
+        """Of all living sandboxes that this gateway knows."""
+        ...
+
+    async def wakes(self, after: int, *, wait_s: float = 25.0) -> WakesPage:
+        """Long poll: the suspended sandboxes that were called since. Start with 0."""
         ...
 
     async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str) -> None:
@@ -73,6 +148,14 @@ class GatewayControl(Protocol):
     async def aclose(self) -> None: ...
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PlatformError(f"cannot read the gateway's {what}: the answer is of another form", str(error)) from error
+
+
 class LocalGatewayControl:
     def __init__(self, control_socket: Path | str, *, timeout_s: float = 10.0) -> None:
         self._socket = str(control_socket)
@@ -90,6 +173,30 @@ class LocalGatewayControl:
         timeout_s = starting_s + wait_s + _MARGIN_S
         await self._call("POST", f"/v1/sandboxes/{sandbox_id}/attach", body=body, timeout_s=timeout_s)
 
+    async def suspend(
+        self, sandbox_id: str, *, freeze: str, if_idle_since: float | None = None, auto_resume: bool = True
+    ) -> Suspended:
+        body = {"freeze": freeze, "if_idle_since": if_idle_since, "auto_resume": auto_resume}
+        answer = await self._call("POST", f"/v1/sandboxes/{sandbox_id}/suspend", body=body, timeout_s=_SUSPEND_S)
+        with _reading("suspension"):
+            return Suspended(
+                processes=int(answer["processes"]),
+                listeners=[Listener(port=int(one["port"]), address=str(one["address"])) for one in answer["listeners"]],
+                commands=[str(one) for one in answer["commands"]],
+            )
+
+    async def activity(self) -> dict[str, SandboxActivity]:
+        answer = await self._call("GET", "/v1/activity")
+        with _reading("activity"):
+            return {str(name): SandboxActivity(**told) for name, told in answer["sandboxes"].items()}
+
+    async def wakes(self, after: int, *, wait_s: float = 25.0) -> WakesPage:
+        query = {"after": after, "wait_s": wait_s}
+        answer = await self._call("GET", "/v1/wakes", query=query, timeout_s=wait_s + _MARGIN_S)
+        with _reading("wakes"):
+            wakes = [Wake(seq=int(one["seq"]), sandbox=str(one["sandbox"])) for one in answer["wakes"]]
+            return WakesPage(source=str(answer["source"]), wakes=wakes, next=int(answer["next"]))
+
     async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str) -> None:
         await self._call("POST", f"/v1/sandboxes/{sandbox_id}/detach", body={"reason": reason, "text": text[:MAX_TEXT]})
 
@@ -98,11 +205,10 @@ class LocalGatewayControl:
 
     async def journal(self, after: int, *, limit: int) -> JournalPage:
         answer = await self._call("GET", "/v1/journal", query={"after": after, "limit": limit})
-        try:
-            source, entries, following = answer["instance"], answer["entries"], answer["next"]
-        except (KeyError, TypeError) as error:
-            raise PlatformError("cannot read the gateway's journal: the answer lacks a field", str(error)) from error
-        return JournalPage(source=str(source), entries=list(entries), next=int(following))
+        with _reading("journal"):
+            return JournalPage(
+                source=str(answer["instance"]), entries=list(answer["entries"]), next=int(answer["next"])
+            )
 
     async def revoke(self, **which: str) -> None:
         await self._call("POST", "/v1/tickets/revoke", body=which)

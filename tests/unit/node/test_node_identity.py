@@ -29,6 +29,17 @@ def test_a_short_key_is_an_error_and_stays(tmp_path):
     assert path.read_bytes() == b"short"
 
 
+def test_a_thawing_statement_names_the_freeze_and_who_froze(tmp_path):
+    identity = load_identity(tmp_path / "identity.key")
+    again = identity.sign_statement(A, 3, session_key=b"k" * 32, hostname="box", incarnation=2, thaw="f" * 32)
+    said = json.loads(again.statement)
+    assert (said["incarnation"], said["thaw"], said["from"]) == (2, "f" * 32, A)
+    copied = identity.sign_statement(
+        "b" * 20, 1, session_key=b"k" * 32, hostname="box", incarnation=1, thaw="f" * 32, frozen_as=A
+    )
+    assert json.loads(copied.statement)["from"] == A
+
+
 def test_a_statement_says_what_the_contract_lists(tmp_path):
     identity = load_identity(tmp_path / "identity.key", now=lambda: 1000.25)
     signed = identity.sign_statement(A, 3, session_key=b"k" * 32, hostname="box")
@@ -36,6 +47,7 @@ def test_a_statement_says_what_the_contract_lists(tmp_path):
     assert said == {
         "sandbox": A,
         "generation": 3,
+        "incarnation": 0,
         "expires_at": 1060,
         "session_key": "a2tra2tra2tra2tra2tra2tra2tra2tra2tra2tra2s=",
         "hostname": "box",
