@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -22,6 +21,7 @@ from cpuos.server.connections import RecordsPage
 from cpuos.server.control_plane import ControlPlane, ServerOptions, open_control_plane
 from cpuos.server.first_start import make_first_key
 from cpuos.server.gateway import JournalPage
+from cpuos.testing.waiting import until
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeFacts, NodeSandboxCreate, RuntimeFacts, SandboxFacts, SandboxStats, TemplateFacts
 from cpuos.types.sandbox import Isolation
@@ -298,10 +298,7 @@ class Server:
         """Wait until a create has come to the node; with `answering`, until only its answer is lacking."""
         node = self.installation.node
 
-        async def come() -> bool:
-            return bool(node.sandboxes if answering else node.calls["create"])
-
-        await until(come)
+        await until(lambda: node.sandboxes if answering else node.calls["create"])
 
     async def settle(self) -> None:
         """Let the reconciler do all it has to do."""
@@ -334,15 +331,6 @@ async def check_nothing_is_left(server: Server) -> None:
             " AND NOT EXISTS (SELECT 1 FROM audit o WHERE o.intent_id = a.id)"
         )
         assert connection.execute(unanswered).fetchone() == (0,)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], *, within_s: float = 20) -> None:
-    """Wait for what another task brings about."""
-    async with asyncio.timeout(within_s):
-        for pause in itertools.chain([0.001, 0.002, 0.005], itertools.repeat(0.01)):
-            if await condition():
-                return
-            await asyncio.sleep(pause)
 
 
 def error_of(answer: httpx2.Response) -> dict[str, Any]:

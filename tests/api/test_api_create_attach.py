@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from control_plane import Server, error_of, until
+from control_plane import Server, error_of
 from cpuos.errors import AgentFailure, PlatformError
+from cpuos.testing.waiting import until
 
 
 async def test_both_go_on_at_the_same_time(server: Server) -> None:

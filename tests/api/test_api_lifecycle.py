@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import jwt
 import pytest
 
-from control_plane import Installation, Server, error_of, until
+from control_plane import Installation, Server, error_of
+from cpuos.testing.waiting import until
 
 
 async def started_create(server: Server, **body: Any) -> asyncio.Task[Any]:
@@ -101,13 +101,14 @@ async def test_time_ends_it_and_more_time_does_not(server: Server) -> None:
     assert (entries[-1]["actor"], entries[-1]["action"]) == ("system", "sandbox.expire")
 
 
-async def test_a_death_is_told_within_two_seconds(installation: Installation) -> None:
+async def test_a_death_is_told_at_once(installation: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the node's news: no look that comes round says it, nor a question that lasts until its time is over."""
+    for pause in ("TICK_S", "SWEEP_S", "CHANGES_WAIT_S"):
+        monkeypatch.setattr(f"cpuos.server.reconciler.{pause}", 3600)
     async with installation.serve(reconcile=True) as server:
         sandbox = (await server.created())["id"]
         await installation.node.die(sandbox)
-        started = time.monotonic()
         await until(is_in(server, sandbox, "lost"))
-        assert time.monotonic() - started < 2
         record = await server.get(sandbox)
         assert (record["state"], record["reason"]) == ("lost", "killed by the kernel: out of memory")
         assert record["ended_at"]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from sqlalchemy import insert
 
-from control_plane import Installation, Server, error_of, until
+from control_plane import Installation, Server, error_of
 from cpuos.server.auth import create_key
 from cpuos.server.db.models import Workspace
+from cpuos.testing.waiting import until
 
 AT = "2026-01-01T00:00:00Z"
 

@@ -238,11 +238,11 @@ class FakeCommand:
             self._signal_tree(number)
 
     async def kill_tree(self) -> None:
-        for _ in range(200):
+        for _ in range(1000):
             if not self._signal_tree(signal.SIGKILL):
                 return
             await asyncio.sleep(0.01)
-        raise GuestError("internal", "processes are left after two seconds")
+        raise GuestError("internal", "processes are left after ten seconds")
 
     def _signal_tree(self, number: int) -> int:
         """Signal every process of this command; how many were not yet dead."""

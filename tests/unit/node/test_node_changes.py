@@ -13,8 +13,8 @@ async def test_closing_lets_waiters_go() -> None:
     waiting = asyncio.create_task(feed.after(seq, wait_s=3600))
     await asyncio.sleep(0)
     feed.close()
-    assert await asyncio.wait_for(waiting, 1) == (seq, [])
-    assert await asyncio.wait_for(feed.after(seq, wait_s=3600), 1) == (seq, [])
+    assert await asyncio.wait_for(waiting, 20) == (seq, [])
+    assert await asyncio.wait_for(feed.after(seq, wait_s=3600), 20) == (seq, [])
 
 
 async def test_a_reader_from_an_earlier_daemon_gets_everything_at_once() -> None:

@@ -42,7 +42,7 @@ class Daemon:
         self.client = LocalNodeClient(settings.node_socket)
 
     async def __aenter__(self) -> Daemon:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while True:
             try:
                 await self.client.list()
@@ -95,7 +95,7 @@ async def test_a_killed_daemon_finds_its_sandboxes_again(daemon, settings, askin
         assert again.session_key == dialled.session_key  # the guest accepts a repeat only with the same key
         after = (await second.client.changes(0)).seq
         os.kill(pids._read_process(A).pid, signal.SIGKILL)  # its death is watched again
-        heard = await second.client.changes(after, wait_s=5)
+        heard = await second.client.changes(after, wait_s=30)
         assert [(facts.id, facts.alive) for facts in heard.changes] == [(A, False)]
         for letter in "ab":
             await second.client.delete(letter * 20, generation=1)

@@ -10,6 +10,7 @@ from cpuos.errors import Conflict, NotFound, PlatformError
 from cpuos.node import service
 from cpuos.testing.faults import Faults
 from cpuos.testing.node import FakeNode, fake_node
+from cpuos.testing.waiting import until
 
 A = "a" * 20
 
@@ -31,8 +32,7 @@ async def gate(node: FakeNode) -> asyncio.Event:
 
 async def begun(node: FakeNode, request) -> asyncio.Task:
     creating = asyncio.create_task(node.client.create(request))
-    while not node.service._creates:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: node.service._creates)
     return creating
 
 
@@ -42,7 +42,7 @@ async def test_the_dial_is_answered_when_it_runs(node, asking, gate):
     await asyncio.sleep(0.02)
     assert not dialling.done()
     gate.set()
-    dialled = await asyncio.wait_for(dialling, 10)
+    dialled = await asyncio.wait_for(dialling, 20)
     dialled.socket.close()
     assert dialled.session_key
     assert (await creating).alive
@@ -51,7 +51,7 @@ async def test_the_dial_is_answered_when_it_runs(node, asking, gate):
 async def test_another_generation_is_refused_at_once(node, asking, gate):
     creating = await begun(node, asking(generation=2))
     with pytest.raises(Conflict):
-        await asyncio.wait_for(node.dial.dial(A, 1), 2)
+        await asyncio.wait_for(node.dial.dial(A, 1), 20)
     gate.set()
     await creating
 
@@ -82,5 +82,5 @@ async def test_a_create_that_fails_leaves_nothing_to_dial(settings, asking):
         with pytest.raises(PlatformError):
             await node.client.create(asking())
         with pytest.raises(NotFound) as caught:
-            await asyncio.wait_for(dialling[0], 5)
+            await asyncio.wait_for(dialling[0], 20)
         assert caught.value.code == "sandbox_not_found"

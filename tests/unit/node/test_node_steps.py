@@ -39,7 +39,7 @@ async def test_they_wait_for_each_other_only_at_their_end():
         gate.set()
 
     both = Together(steps=[log.step("waits", gate=gate), Step(name="opens", do=opens)])
-    await asyncio.wait_for(run_steps("v", [both, log.step("last")], checkpoint=Faults()), 5)
+    await asyncio.wait_for(run_steps("v", [both, log.step("last")], checkpoint=Faults()), 20)
     assert log.lines == ["did opens", "did waits", "did last"]
 
 

@@ -23,6 +23,7 @@ from cpuos.node.service import GONE_KEPT
 from cpuos.testing.fake_runtime import FakeRuntime
 from cpuos.testing.faults import Faults, assert_nothing_left
 from cpuos.testing.node import fake_node
+from cpuos.testing.waiting import until
 
 A = "a" * 20
 
@@ -173,8 +174,7 @@ async def deleting_has_come(node) -> None:
 
 async def test_a_create_goes_on_when_its_caller_hangs_up(node, asking):
     call = asyncio.create_task(node.client.create(asking()))
-    while not node.service._creates:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: node.service._creates or node.service._records)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert (await node.client.get(A)).alive
@@ -184,12 +184,12 @@ async def test_deaths_are_told_at_once(node, asking):
     await node.client.create(asking())
     known = await node.client.changes(0)
     assert [facts.id for facts in known.changes] == [A]
-    waiting = asyncio.create_task(node.client.changes(known.seq, wait_s=20))
+    waiting = asyncio.create_task(node.client.changes(known.seq, wait_s=60))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     pid = node.service._records[A].process.pid
     os.kill(pid, 9)
-    heard = await asyncio.wait_for(waiting, 2)
+    heard = await asyncio.wait_for(waiting, 20)
     assert [(facts.id, facts.alive, facts.exit_reason) for facts in heard.changes] == [(A, False, "its process ended")]
     with pytest.raises(SandboxGone) as caught:
         await node.dial.dial(A, 1)
