@@ -30,7 +30,8 @@ const (
 func main() {
 	log.SetFlags(0)
 	log.SetPrefix("cpuos-agent: ")
-	sandbox := flag.String("sandbox", "", "id of this sandbox")
+	// gVisor takes up a saved sandbox only with the arguments that it was started with; the environment may differ.
+	sandbox := flag.String("sandbox", os.Getenv("CPUOS_SANDBOX"), "id of this sandbox (CPUOS_SANDBOX)")
 	nodeKey := flag.String("node-key", "", "base64 of the node's Ed25519 public key")
 	listen := flag.String("listen", "", "for tests: serve this loopback address, and say it on stdout")
 	userTable := flag.String("user-table", "/etc", "folder of passwd and group")

@@ -122,6 +122,23 @@ class Runtime(Protocol):
 
     async def stats(self, sandbox_id: str) -> RuntimeStats: ...
 
+    # with Capability.PAUSE
+
+    @property
+    def image_version(self) -> str:
+        """Images are taken by exactly the version that made them."""
+        ...
+
+    async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
+        """Write memory, processes and the root's writable layer into the new folder `image`. The sandbox runs on, also
+        after a failure, which leaves no `image`. Files of /workspace are not in it: copy the disk along with it."""
+        ...
+
+    async def restore(self, spec: SandboxSpec, *, image: Path) -> Process:
+        """As `start`, from an image that a sandbox of the same template, agent, runtime version, cpu, memory, disk
+        size and process limit made, in whatever network namespace, disk and id. `image` is read only."""
+        ...
+
     async def leftovers(self) -> list[str]:
         """Ids of all sandboxes that this runtime finds on the host, also those it did not start itself."""
         ...

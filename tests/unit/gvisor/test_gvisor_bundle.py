@@ -77,7 +77,7 @@ def test_limits_and_namespaces(tmp_path):
 
 def test_root_layer_is_on_disk_and_bounded(tmp_path):
     annotations = written(tmp_path)["annotations"]
-    assert annotations["dev.gvisor.spec.rootfs.overlay"] == "dir=/d/overlay"
+    assert annotations["dev.gvisor.spec.rootfs.overlay"].startswith("dir=/")
     assert annotations["dev.gvisor.spec.rootfs.options"] == "size=2068m"
     flags = runsc_flags(root=tmp_path, overlay=Path("/d/overlay"), log=tmp_path / "l", panic_log=tmp_path / "p")
     assert "root:dir=/d/overlay" in flags
@@ -117,3 +117,22 @@ async def test_probe_says_that_it_needs_root(tmp_path, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     probe = await probe_gvisor(Runsc(tmp_path / "runsc", root=tmp_path), folder=tmp_path)
     assert "need root" in probe.reason
+
+
+def test_a_clone_differs_only_in_what_gvisor_lets_differ(tmp_path):
+    """See gVisor's specutils/restore.go: all else in the spec of a restore must be as it was at the checkpoint."""
+
+    def comparable(name: str, **places) -> dict:
+        folder = tmp_path / name
+        spec = written(folder, id=name * 20, hostname=f"box-{name}", **places)
+        for mount in spec["mounts"]:
+            del mount["source"]
+        for namespace in spec["linux"]["namespaces"]:
+            namespace.pop("path", None)
+        del spec["hostname"], spec["root"]["path"], spec["process"]["env"], spec["linux"]["cgroupsPath"]
+        return spec
+
+    first = comparable("a", netns=Path("/n1"), disk=Path("/d1"), generation=1)
+    second = comparable("b", netns=Path("/n2"), disk=Path("/d2"), generation=7)
+    assert first == second
+    assert comparable("c", max_processes=301) != first

@@ -79,7 +79,8 @@ def _oci_spec(spec: SandboxSpec, *, bundle: Path, cgroups_path: str) -> dict[str
         "annotations": {
             "dev.gvisor.spec.rootfs.source": str(spec.template_image),
             "dev.gvisor.spec.rootfs.type": "erofs",
-            "dev.gvisor.spec.rootfs.overlay": f"dir={spec.disk / 'overlay'}",
+            # Says that the layer is on disk; a flag says where. It must be the same in all sandboxes, see `_process`.
+            "dev.gvisor.spec.rootfs.overlay": "dir=/overlay",
             "dev.gvisor.spec.rootfs.options": f"size={_layer_mib(spec.disk_mib)}m",
         },
         "linux": {
@@ -103,12 +104,14 @@ def _layer_mib(disk_mib: int) -> int:
 
 
 def _process(spec: SandboxSpec) -> dict[str, Any]:
+    """What is here, but for the environment, must be equal in a sandbox and in those that go on from its image
+    (gVisor's specutils/restore.go): the template's, the sizes' and the node's, and nothing of the sandbox's own."""
     tasks = spec.max_processes + AGENT_TASKS
     key = base64.b64encode(spec.node_public_key).decode()
     return {
         "user": {"uid": 0, "gid": 0},
-        "args": [f"{_AGENT_FOLDER}/cpuos-agent", "--sandbox", spec.id, "--node-key", key],
-        "env": _AGENT_ENVIRONMENT,
+        "args": [f"{_AGENT_FOLDER}/cpuos-agent", "--node-key", key],
+        "env": [*_AGENT_ENVIRONMENT, f"CPUOS_SANDBOX={spec.id}"],
         "cwd": "/",
         "capabilities": {kind: _CAPABILITIES for kind in ("bounding", "effective", "permitted")},
         "rlimits": [

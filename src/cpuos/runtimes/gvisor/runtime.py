@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ _START_S = 30.0
 # More of them at the same time end no sooner, and each would take longer than it may.
 _STARTS_PER_CPU, _LEAST_STARTS = 2, 4
 _DELETE_S = 15.0
+# Many GiB of memory on a slow volume.
+_SAVE_S = 300.0
+# File in an image, and in the work folder of a sandbox that was made from one.
+_FIRST = "first-sandbox"
 _KEPT_KILLS = 256
 _PANIC_HEAD = 64 << 10
 _PANIC = re.compile(r"^(panic:|fatal error:|SIG[A-Z]+:)", re.MULTILINE)
@@ -46,13 +51,15 @@ log = structlog.get_logger("cpuos.node")
 class _Running:
     pidfd: int
     workdir: Path
+    first: str
+    """The sandbox that its processes began in: its own cgroup, seen from inside, keeps that name."""
     ended: asyncio.Future[str]
 
 
 class GvisorRuntime:
     name: ClassVar[str] = "gvisor"
     isolation: ClassVar[Isolation] = Isolation.GVISOR
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.PAUSE, Capability.SNAPSHOT})
 
     def __init__(self, host: RuntimeHost) -> None:
         self._run_dir = host.run_dir
@@ -73,6 +80,35 @@ class GvisorRuntime:
     async def start(self, spec: SandboxSpec) -> Process:
         try:
             return await self._start(spec)
+        except BaseException:
+            await self.destroy(spec.id)
+            raise
+
+    @property
+    def image_version(self) -> str:
+        return RUNSC_VERSION
+
+    async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
+        running = self._running.get(sandbox_id)
+        if running is None:
+            raise _not_found("save", sandbox_id)
+        try:
+            await asyncio.to_thread(image.mkdir, mode=0o700)
+            verb = ("checkpoint", "-leave-running", "-image-path", str(image), sandbox_id)
+            outcome = await self._runsc.call(*verb, timeout_s=_SAVE_S)
+            if outcome.returncode != 0:
+                raise PlatformError(
+                    f"cannot save the memory of sandbox {sandbox_id}",
+                    f"runsc ended with {outcome.returncode}: {outcome.output[-500:]}",
+                )
+            await asyncio.to_thread((image / _FIRST).write_text, running.first)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, image, ignore_errors=True)
+            raise
+
+    async def restore(self, spec: SandboxSpec, *, image: Path) -> Process:
+        try:
+            return await self._start(spec, image=image)
         except BaseException:
             await self.destroy(spec.id)
             raise
@@ -141,9 +177,11 @@ class GvisorRuntime:
         self._groups.remove_parent()
 
     def _control(self, sandbox_id: str) -> ControlSocket:
-        return ControlSocket(self._runsc.root / f"runsc-{sandbox_id}.sock", sandbox_id=sandbox_id)
+        running = self._running.get(sandbox_id)
+        path = self._runsc.root / f"runsc-{sandbox_id}.sock"
+        return ControlSocket(path, sandbox_id=sandbox_id, group=running.first if running is not None else sandbox_id)
 
-    async def _start(self, spec: SandboxSpec) -> Process:
+    async def _start(self, spec: SandboxSpec, *, image: Path | None = None) -> Process:
         logs = spec.workdir / "runsc.log"
         pid_file = spec.workdir / "pid"
         flags = runsc_flags(
@@ -154,12 +192,14 @@ class GvisorRuntime:
         )
         started = time.perf_counter()
         self._groups.prepare()
+        if image is not None:
+            shutil.copyfile(image / _FIRST, spec.workdir / _FIRST)
         bundle = write_bundle(spec, cgroups_path=self._groups.oci_path(spec.id))
         worker = asyncio.create_task(self._worker.start())
         prepared = time.perf_counter()
         async with self._starts:
             status = await self._runsc.run_detached(
-                spec.id, flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S
+                spec.id, flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S, image=image
             )
         await worker
         run = time.perf_counter()
@@ -178,7 +218,8 @@ class GvisorRuntime:
         await self._limit_processes(spec)
         ended = time.perf_counter()
         parts = {"prepare": prepared - started, "runsc": run - prepared, "limits": ended - run}
-        log.info("gvisor started", sandbox=spec.id, ms={name: round(1e3 * part, 1) for name, part in parts.items()})
+        word = "gvisor started" if image is None else "gvisor restored"
+        log.info(word, sandbox=spec.id, ms={name: round(1e3 * part, 1) for name, part in parts.items()})
         return process
 
     async def _limit_processes(self, spec: SandboxSpec) -> None:
@@ -187,14 +228,15 @@ class GvisorRuntime:
             await self._control(spec.id).set_process_limit(tasks)
         except UrpcFailure as problem:
             log.warning("control socket failed, asking runsc", sandbox=spec.id, why=problem.why)
-            where = ("pids", f"/{spec.id}", "pids.max")
+            where = ("pids", f"/{self._running[spec.id].first}", "pids.max")
             outcome = await self._runsc.call("write-control", spec.id, *where, str(tasks), timeout_s=5)
             if outcome.returncode != 0:
                 raise
 
     def _watch(self, spec: SandboxSpec, pidfd: int) -> None:
         loop = asyncio.get_running_loop()
-        running = _Running(pidfd=pidfd, workdir=spec.workdir, ended=loop.create_future())
+        first = _read_first(spec)
+        running = _Running(pidfd=pidfd, workdir=spec.workdir, first=first, ended=loop.create_future())
         self._running[spec.id] = running
         loop.add_reader(pidfd, self._ended, spec.id)
         self._watchdog.watch(spec.id, limit_bytes=spec.memory_mib << 20, control=self._control(spec.id))
@@ -236,6 +278,13 @@ class GvisorRuntime:
         names = (f"{sandbox_id}_sandbox:{sandbox_id}.state", f"{sandbox_id}_sandbox:{sandbox_id}.lock")
         for name in (*names, f"runsc-{sandbox_id}.sock"):
             (self._runsc.root / name).unlink(missing_ok=True)
+
+
+def _read_first(spec: SandboxSpec) -> str:
+    try:
+        return (spec.workdir / _FIRST).read_text()
+    except FileNotFoundError:
+        return spec.id
 
 
 def _panic(path: Path) -> str:

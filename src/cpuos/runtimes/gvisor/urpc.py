@@ -29,9 +29,11 @@ class UrpcFailure(PlatformError):
 class ControlSocket:
     """Typed calls to one sandbox. Nothing is kept between calls."""
 
-    def __init__(self, path: Path, *, sandbox_id: str) -> None:
+    def __init__(self, path: Path, *, sandbox_id: str, group: str = "") -> None:
+        """`group`: the name of its cgroup as seen from inside, where that is not its id."""
         self._path = path
         self._sandbox_id = sandbox_id
+        self._group = group or sandbox_id
 
     async def set_process_limit(self, limit: int) -> None:
         """Write pids.max of the sandbox's own cgroup: it holds for the guest's root too."""
@@ -64,7 +66,7 @@ class ControlSocket:
         return made
 
     async def _cgroup(self, method: str, *, name: str, value: str | None = None) -> str:
-        argument: dict[str, Any] = {"file": {"controller": "pids", "path": f"/{self._sandbox_id}", "name": name}}
+        argument: dict[str, Any] = {"file": {"controller": "pids", "path": f"/{self._group}", "name": name}}
         if value is not None:
             argument["value"] = value
         answer = await self._call(f"Cgroups.{method}", {"args": [argument]})
