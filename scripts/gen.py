@@ -53,6 +53,12 @@ def sdk() -> str:
     return render()
 
 
+def settings() -> str:
+    from gen_settings import render
+
+    return render()
+
+
 def blocked() -> str:
     from gen_blocked import render
 
@@ -65,6 +71,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "errors": ("docs/reference/errors.md", errors),
     "cli": ("docs/reference/cli.md", cli),
     "sdk": ("docs/reference/sdk.md", sdk),
+    "settings": ("docs/reference/settings.md", settings),
     "blocked": ("docs/reference/always-blocked.md", blocked),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS
 from cpuos.node.network.forwarder.sandbox import Limits
 from cpuos.node.network.forwarder.special import SPECIAL_NAMES
+from cpuos.settings import Settings
 
 __all__ = ["render"]
 
@@ -42,14 +43,16 @@ The DNS forwarder answers these itself, "no such name", and asks nobody. A name 
 |---|---|
 """
 
-_LIMITS = Limits()
+_NAMES_PER_S = Settings.model_fields["network_names_per_s"].default
+_LIMITS = Limits.of_names(_NAMES_PER_S)
 _NAMES_END = f"""| a name without a dot | the host's own network; only an operator's exception has one |
 | reverse zones of the addresses above | they name machines of the operator's network |
 
 Refused in every policy: questions of type ANY, AXFR, IXFR, NULL and of types that programs have no use for, other
 classes than IN, and names over {_LIMITS.name_length} letters or {_LIMITS.labels} labels, which carry data. HTTPS and
 SVCB records are answered empty, as AAAA: they would give addresses past the A record, and keys that hide a host name.
-A sandbox may ask {_LIMITS.queries_per_s:g} questions a second, {_LIMITS.new_names_per_s:g} of them new ones.
+A sandbox may ask {_NAMES_PER_S} questions a second, {_LIMITS.new_names_per_s:g} of them new ones
+([`network_names_per_s`](settings.md)).
 """
 
 _END = """

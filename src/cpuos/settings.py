@@ -56,8 +56,11 @@ class Settings(BaseSettings):
     """Sockets, pid files and the runtime's state; gone after a reboot."""
 
     api_host: str = "127.0.0.1"
+    """Where the API listens."""
     api_port: int = Field(7070, ge=0, le=65535)
+    """As `gateway_port`."""
     gateway_host: str = "127.0.0.1"
+    """Where the gateway listens."""
     gateway_port: int = Field(7071, ge=0, le=65535)
     """A port of 0 means: choose one and publish it with `publish_endpoint`."""
     api_public_url: str = ""
@@ -66,7 +69,9 @@ class Settings(BaseSettings):
     """The gateway's URL as clients see it; it goes into every `data_url`."""
 
     preview_host: str = "127.0.0.1"
+    """Where previews are served."""
     preview_port: int = Field(7072, ge=0, le=65535)
+    """As `gateway_port`."""
     preview_domain: str = "preview.localhost"
     """Below it lie the host names of previews, `PORT-SANDBOX.DOMAIN`. Never a name of the API, the gateway or the
     dashboard, nor one below or above such a name: what sandboxes serve there must not share cookies with them."""
@@ -75,13 +80,16 @@ class Settings(BaseSettings):
     preview_path_mode: bool = False
     """Show previews at `http://HOST:PREVIEW_PATH_PORT/SANDBOX/PORT/` too: without cookies or an origin of their own."""
     preview_path_port: int = Field(7073, ge=0, le=65535)
+    """As `gateway_port`."""
     preview_tls_cert: str = ""
     """PEM file of a certificate for `*.DOMAIN`; previews are then served by TLS. `cpuos certs` makes one."""
     preview_tls_key: str = ""
     """PEM file of the certificate's key, readable by the gateway's user."""
 
     runtime: str = "gvisor"
+    """What sandboxes run in, where they do not ask for another."""
     max_sandboxes: int = Field(64, ge=1)
+    """Sandboxes at once."""
     cpu_overcommit: float = Field(8.0, ge=1)
     """Sandbox CPUs promised per real one."""
     memory_reserve_mib: int = Field(1024, ge=0)
@@ -112,6 +120,16 @@ class Settings(BaseSettings):
     """Addresses of the resolvers that answer for sandboxes; never the host's own, which may know private names."""
     network_pool: int = Field(4, ge=0, le=256)
     """Network slots that are kept ready, so that a create does not wait for one."""
+    network_connections: int = Field(512, ge=16, le=60_000)
+    """Connections that one sandbox has open at once; half as many of those whose host name is read."""
+    network_new_connections_per_s: int = Field(200, ge=1, le=100_000)
+    """Connections that one sandbox begins a second; twice as many at once."""
+    network_packets_per_s: int = Field(100_000, ge=100, le=10_000_000)
+    """Packets that one sandbox sends a second."""
+    network_mib_per_s: int = Field(2500, ge=1, le=100_000)
+    """MiB that one sandbox sends a second, and as many that it receives."""
+    network_names_per_s: int = Field(200, ge=4, le=10_000)
+    """Questions for names that one sandbox asks a second; a quarter of them new ones, which leave the host."""
 
     connection_records: int = Field(50_000, ge=100)
     """Connections recorded of one sandbox; those beyond are counted in one entry."""
@@ -121,6 +139,7 @@ class Settings(BaseSettings):
     database_url: str = ""
     """SQLAlchemy URL of the server's database; SQLite in the state directory unless set."""
     log_level: str = "info"
+    """The least that the daemons write into their logs: debug, info, warning or error."""
 
     template_host_ca: bool = False
     """Carry the host's CA bundle into templates as they are built."""

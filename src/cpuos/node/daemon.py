@@ -32,6 +32,7 @@ from cpuos.node.journal import Journal
 from cpuos.node.listening import listen
 from cpuos.node.logs import configure_logs
 from cpuos.node.memory_news import MemoryNews
+from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.network import Network, NetworkConfig
 from cpuos.node.peers import checked_protocol
 from cpuos.node.resources import Disks, Slots
@@ -122,6 +123,13 @@ def _network_config(settings: Settings) -> NetworkConfig:
         state_dir=settings.network_state_dir,
         socket_path=settings.network_socket,
         peer_uids=(settings.server_uid, settings.gateway_uid),
+        limits=NetworkLimits.of_rates(
+            connections=settings.network_connections,
+            new_connections_per_s=settings.network_new_connections_per_s,
+            packets_per_s=settings.network_packets_per_s,
+            megabytes_per_s=settings.network_mib_per_s,
+            names_per_s=settings.network_names_per_s,
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 __all__ = ["NetworkLimits"]
 
@@ -23,3 +24,18 @@ class NetworkLimits:
     names_burst: int = 100
     named_addresses: int = 8192
     """Addresses open for their names at once, for each kind of port in the policy."""
+
+    @classmethod
+    def of_rates(
+        cls, *, connections: int, new_connections_per_s: int, packets_per_s: int, megabytes_per_s: int, names_per_s: int
+    ) -> Self:
+        """What an operator sets; how much may come at once follows from it."""
+        return cls(
+            concurrent_connections=connections,
+            new_connections_per_s=new_connections_per_s,
+            new_connections_burst=2 * new_connections_per_s,
+            packets_per_s=packets_per_s,
+            megabytes_per_s=megabytes_per_s,
+            names_per_s=names_per_s,
+            names_burst=max(1, names_per_s // 2),
+        )

@@ -12,12 +12,13 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
 from cpuos.node.network.blocked import Exemption
+from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.plan import BlockPlan, SlotPlan
 from cpuos.node.network.rules import base_rules
@@ -38,6 +39,7 @@ class SlotRecipe:
     block: IPv4Network
     exemptions: tuple[Exemption, ...] = ()
     host_addresses: tuple[IPv4Address, ...] = ()
+    limits: NetworkLimits = field(default_factory=NetworkLimits)
 
     def make(self, number: int) -> None:
         """Make slot `number`, whole or not at all. Its router lets nothing pass until it has a policy."""
@@ -50,7 +52,7 @@ class SlotRecipe:
 
     def rules(self, plan: SlotPlan) -> str:
         """The base rules of its router."""
-        return base_rules(plan, exemptions=self.exemptions, host_addresses=self.host_addresses)
+        return base_rules(plan, limits=self.limits, exemptions=self.exemptions, host_addresses=self.host_addresses)
 
     def _load_rules(self, plan: SlotPlan) -> None:
         context = NftContext()
@@ -69,6 +71,7 @@ class SlotRecipe:
                 for rule in self.exemptions
             ],
             "host_addresses": [str(address) for address in self.host_addresses],
+            "limits": asdict(self.limits),
         }
 
     @classmethod
@@ -81,6 +84,7 @@ class SlotRecipe:
                 Exemption(**{**rule, "address": IPv4Address(rule["address"])}) for rule in value["exemptions"]
             ),
             host_addresses=tuple(IPv4Address(address) for address in value["host_addresses"]),
+            limits=NetworkLimits(**value["limits"]),
         )
 
 

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ from cpuos.errors import CpuosError, InvalidRequest, NotFound, PlatformError
 from cpuos.node.network.block import choose_block, read_routes, taken_addresses
 from cpuos.node.network.exceptions import parse_exceptions
 from cpuos.node.network.hub import Hub
+from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.maker import SlotRecipe
 from cpuos.node.network.netlink import RouteNetlink
 from cpuos.node.network.plan import BlockPlan, host_link
@@ -64,6 +65,8 @@ class NetworkConfig:
     socket_path: Path
     peer_uids: tuple[int, ...] = ()
     """Who may ask for the record of connections, beside root."""
+    limits: NetworkLimits = field(default_factory=NetworkLimits)
+    """Of each sandbox."""
 
 
 class Network:
@@ -89,6 +92,7 @@ class Network:
                 state_dir=config.state_dir,
                 socket_path=config.socket_path,
                 peer_uids=config.peer_uids,
+                limits=config.limits,
             ),
             hub=self._hub.path,
             slots=lambda: self._slots,
@@ -285,6 +289,7 @@ class Network:
             block=self._plan.network,
             exemptions=self._exemptions,
             host_addresses=self._host_addresses,
+            limits=self._config.limits,
         )
 
     async def _prepare(self, number: int) -> TakenSlot:

@@ -12,7 +12,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ import structlog
 from cpuos.errors import NotFound, PlatformError
 from cpuos.node.listening import listen
 from cpuos.node.network.blocked import Exemption
+from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.log_sockets import open_end_socket
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.router import Counters
@@ -73,6 +74,8 @@ class WorkerConfig:
     """Where the records worker serves."""
     peer_uids: tuple[int, ...]
     """Who may ask there, beside root."""
+    limits: NetworkLimits = field(default_factory=NetworkLimits)
+    """Of each sandbox."""
 
 
 class WorkerSet:
@@ -192,6 +195,7 @@ class WorkerSet:
             state_dir=str(config.state_dir) if name == RECORDS else "",
             socket_path=str(config.socket_path) if name == RECORDS else "",
             peer_uids=list(config.peer_uids) if name == RECORDS else [],
+            limits=config.limits,
         )
         if name != RECORDS:
             return StartCall(message=message, descriptors=[self._feeds[name][1].fileno()])

@@ -8,6 +8,7 @@ import ipaddress
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from cpuos.node.network.blocked import Exemption, blocked_reason
 from cpuos.node.network.forwarder.budget import Bucket
@@ -82,6 +83,14 @@ class Limits:
     cache_entries: int = 1000
     cache_bytes: int = 256 << 10
     streams: int = 16
+
+    @classmethod
+    def of_names(cls, names_per_s: int) -> Self:
+        """Where the kernel lets so many questions a second through."""
+        rate = 1.25 * names_per_s
+        return cls(
+            queries_per_s=rate, queries_burst=rate, new_names_per_s=names_per_s / 4, new_names_burst=float(names_per_s)
+        )
 
 
 @dataclass(kw_only=True)

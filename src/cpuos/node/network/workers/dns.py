@@ -16,7 +16,7 @@ import dns.rdata
 
 from cpuos.node.network.forwarder.feed import Feed
 from cpuos.node.network.forwarder.listeners import DatagramListener, StreamListener
-from cpuos.node.network.forwarder.sandbox import SandboxForwarder, World
+from cpuos.node.network.forwarder.sandbox import Limits, SandboxForwarder, World
 from cpuos.node.network.forwarder.upstream import Resolver, Upstream
 from cpuos.node.network.workers.base import NodeLine, run_worker
 from cpuos.node.network.workers.calls import Done, Operation
@@ -78,6 +78,7 @@ class DnsWorker:
             upstream=Upstream(resolvers, clock=time.monotonic),
             feed=Feed(feed, clock=time.time),
             learn=self._learn,
+            limits=Limits.of_names(message.limits.names_per_s),
             host_addresses=frozenset(message.host_addresses),
         )
 

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from cpuos.node.network.blocked import Exemption
+from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.workers.channel import Message
 from cpuos.types.network import EffectivePolicy
 
@@ -49,6 +50,8 @@ class Start(Message):
     """records: where it serves."""
     peer_uids: list[int] = Field(default_factory=list)
     """records: who may ask there, beside root."""
+    limits: NetworkLimits = NetworkLimits()
+    """dns and peek: what the kernel lets one sandbox have; theirs follow from it."""
 
 
 class Ping(Message):

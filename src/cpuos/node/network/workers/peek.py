@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from cpuos.node.network.peek.feed import PeekFeed
-from cpuos.node.network.peek.sandbox import PeekedSandbox, PeekWorld
+from cpuos.node.network.peek.sandbox import PeekedSandbox, PeekLimits, PeekWorld
 from cpuos.node.network.workers.base import NodeLine, run_worker
 from cpuos.node.network.workers.calls import Done, Operation
 from cpuos.node.network.workers.channel import Breach, Descriptors
@@ -43,7 +43,9 @@ class PeekWorker:
 
     async def _start(self, message: Start, descriptors: Descriptors) -> None:
         feed = PeekFeed(descriptors.take_socket() if descriptors else None, clock=time.time)
-        self._world = PeekWorld(feed=feed, order_sockets=self._order)
+        # Each of them is an entry of the guest's side and one of the peek's own.
+        limits = PeekLimits(connections=max(1, message.limits.concurrent_connections // 2))
+        self._world = PeekWorld(feed=feed, order_sockets=self._order, limits=limits)
 
     async def _open(self, message: Open, descriptors: Descriptors) -> None:
         if self._world is None:
