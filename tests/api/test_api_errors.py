@@ -141,7 +141,7 @@ async def test_a_name_is_unique_among_the_living(server: Server) -> None:
 
 async def test_a_prefix_that_means_two(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = iter(["abcd" + "0" * 16, "abcd" + "1" * 16])
-    monkeypatch.setattr("cpuos.server.lifecycle._new_sandbox_id", lambda: next(ids))
+    monkeypatch.setattr("cpuos.server.lifecycle.new_id", lambda: next(ids))
     await server.created()
     await server.created()
     answer = await server.http.get("/v1/sandboxes/abcd")

@@ -24,6 +24,8 @@ class Demand:
     cpu: int
     memory_mib: int
     disk_mib: int
+    node: str | None = None
+    """Only there: what it begins with lies on that node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +48,31 @@ class Capacity:
     memory_mib: int = 0
     disk_mib: int = 0
 
-    def plus(self, demand: Demand, *, times: int = 1) -> Capacity:
-        """With so many more such sandboxes; with less for a negative number."""
+    @classmethod
+    def of(cls, demand: Demand) -> Capacity:
+        """What one sandbox takes while it runs."""
+        return cls(sandboxes=1, cpu=demand.cpu, memory_mib=demand.memory_mib, disk_mib=demand.disk_mib)
+
+    def plus(self, other: Capacity) -> Capacity:
         return Capacity(
-            sandboxes=self.sandboxes + times,
-            cpu=self.cpu + times * demand.cpu,
-            memory_mib=self.memory_mib + times * demand.memory_mib,
-            disk_mib=self.disk_mib + times * demand.disk_mib,
+            sandboxes=self.sandboxes + other.sandboxes,
+            cpu=self.cpu + other.cpu,
+            memory_mib=self.memory_mib + other.memory_mib,
+            disk_mib=self.disk_mib + other.disk_mib,
         )
+
+    def minus(self, other: Capacity) -> Capacity:
+        return Capacity(
+            sandboxes=self.sandboxes - other.sandboxes,
+            cpu=self.cpu - other.cpu,
+            memory_mib=self.memory_mib - other.memory_mib,
+            disk_mib=self.disk_mib - other.disk_mib,
+        )
+
+    @property
+    def parked(self) -> Capacity:
+        """What is left of it while the sandbox is paused: its disk."""
+        return Capacity(disk_mib=self.disk_mib)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +94,8 @@ class NodeView:
 
 
 class Scheduler(Protocol):
-    """Owns the reservations. `reserve` is one step: of two callers for the last room, one gets it."""
+    """Owns the reservations of sandboxes and snapshots. `reserve` and `hold` are one step each: of two callers for the
+    last room, one gets it."""
 
     async def refresh(self) -> None:
         """Ask the nodes for their facts. A node out of reach keeps its last ones and takes no new sandbox."""
@@ -93,8 +113,13 @@ class Scheduler(Protocol):
         """Give the room back. Nothing reserved is fine."""
         ...
 
-    def adopt(self, sandboxes: Mapping[str, tuple[str, Demand]]) -> None:
-        """Hold exactly these committed reservations (id to node and demand), as the records say after a restart."""
+    def hold(self, key: str, *, node: str, amount: Capacity, action: str) -> None:
+        """Make what `key` holds on the node this much, committed. More than is free is capacity_exceeded, with nothing
+        changed; less always passes."""
+        ...
+
+    def adopt(self, held: Mapping[str, tuple[str, Capacity]]) -> None:
+        """Hold exactly these committed reservations (key to node and amount), as the records say after a restart."""
         ...
 
     def nodes(self) -> Sequence[NodeView]: ...

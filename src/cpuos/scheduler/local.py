@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from cpuos.errors import CpuosError, Unavailable
 from cpuos.node.client import NodeClient
 from cpuos.scheduler.base import Capacity, CapacityRules, Demand, NodeView, Placement
-from cpuos.scheduler.placement import place, total_capacity
+from cpuos.scheduler.placement import check_room, place, total_capacity
 from cpuos.types.node import NodeFacts
 
 __all__ = ["LocalScheduler"]
@@ -19,7 +19,7 @@ __all__ = ["LocalScheduler"]
 @dataclass(frozen=True, kw_only=True)
 class _Reservation:
     node: str
-    demand: Demand
+    amount: Capacity
     committed: bool
 
 
@@ -55,26 +55,32 @@ class LocalScheduler:
                 hint="cpuos status",
             )
         placement = place(self.nodes(), demand)
-        self._reservations[sandbox_id] = _Reservation(node=placement.node, demand=demand, committed=False)
-        self._reserved = self._reserved.plus(demand)
+        amount = Capacity.of(demand)
+        self._reservations[sandbox_id] = _Reservation(node=placement.node, amount=amount, committed=False)
+        self._reserved = self._reserved.plus(amount)
         return placement
 
     def commit(self, sandbox_id: str) -> None:
-        held = self._reservations[sandbox_id]
-        self._reservations[sandbox_id] = _Reservation(node=held.node, demand=held.demand, committed=True)
+        self._reservations[sandbox_id] = replace(self._reservations[sandbox_id], committed=True)
 
     def release(self, sandbox_id: str) -> None:
         held = self._reservations.pop(sandbox_id, None)
         if held is not None:
-            self._reserved = self._reserved.plus(held.demand, times=-1)
+            self._reserved = self._reserved.minus(held.amount)
 
-    def adopt(self, sandboxes: Mapping[str, tuple[str, Demand]]) -> None:
-        pending = {key: held for key, held in self._reservations.items() if not held.committed}
-        recorded = {
-            key: _Reservation(node=node, demand=demand, committed=True) for key, (node, demand) in sandboxes.items()
-        }
+    def hold(self, key: str, *, node: str, amount: Capacity, action: str) -> None:
+        held = self._reservations.get(key)
+        more = amount.minus(held.amount if held is not None else Capacity())
+        for view in self.nodes():
+            check_room(view, more, action=action)
+        self._reservations[key] = _Reservation(node=node, amount=amount, committed=True)
+        self._reserved = self._reserved.plus(more)
+
+    def adopt(self, held: Mapping[str, tuple[str, Capacity]]) -> None:
+        pending = {key: one for key, one in self._reservations.items() if not one.committed}
+        recorded = {key: _Reservation(node=node, amount=amount, committed=True) for key, (node, amount) in held.items()}
         self._reservations = {**pending, **recorded}
-        self._reserved = reduce(Capacity.plus, (held.demand for held in self._reservations.values()), Capacity())
+        self._reserved = reduce(Capacity.plus, (one.amount for one in self._reservations.values()), Capacity())
 
     def nodes(self) -> Sequence[NodeView]:
         if self._facts is None:

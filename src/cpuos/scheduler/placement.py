@@ -9,7 +9,7 @@ from cpuos.scheduler.base import Capacity, CapacityRules, Demand, NodeView, Plac
 from cpuos.types.node import NodeFacts, RuntimeFacts
 from cpuos.types.sandbox import Isolation
 
-__all__ = ["place", "shortage", "total_capacity"]
+__all__ = ["check_room", "place", "shortage", "total_capacity"]
 
 _STRENGTH = {level: rank for rank, level in enumerate(reversed(Isolation))}
 
@@ -44,13 +44,19 @@ def total_capacity(facts: NodeFacts, rules: CapacityRules) -> Capacity:
     )
 
 
-def shortage(view: NodeView, demand: Demand) -> dict[str, dict[str, float]]:
-    """What is short for the demand: name to asked, free and total. Empty when it fits."""
-    wanted = Capacity().plus(demand)
+def check_room(view: NodeView, more: Capacity, *, action: str) -> None:
+    """Raise when the node has not that much more."""
+    short = shortage(view, more)
+    if short:
+        raise _no_room(view.facts.node, short, action=action)
+
+
+def shortage(view: NodeView, wanted: Capacity) -> dict[str, dict[str, float]]:
+    """What is short of so much more: name to asked, free and total. Empty when it fits."""
     short = {}
     for name in ("sandboxes", "cpu", "memory_mib", "disk_mib"):
         asked, total, reserved = (getattr(part, name) for part in (wanted, view.total, view.reserved))
-        if reserved + asked > total:
+        if asked > 0 and reserved + asked > total:
             short[name] = {"asked": asked, "free": max(0, total - reserved), "total": total}
     return short
 
@@ -68,9 +74,13 @@ def _place_on(view: NodeView, demand: Demand) -> Placement:
             details={"template": demand.template, "templates": sorted(known.name for known in facts.templates)},
         )
     runtime = _choose_runtime(facts, demand)
-    short = shortage(view, demand)
-    if short:
-        raise _no_room(facts.node, short)
+    if demand.node not in (None, facts.node):
+        raise CapacityExceeded(
+            f"cannot create sandbox: what it begins with is not on node {facts.node}",
+            f"it lies on node {demand.node}",
+            hint="cpuos snapshots ls",
+        )
+    check_room(view, Capacity.of(demand), action="create sandbox")
     return Placement(
         node=facts.node,
         runtime=runtime.name,
@@ -107,7 +117,7 @@ def _no_runtime(what: str, why: str) -> SetupRequired:
     return SetupRequired(f"cannot create sandbox: {what}", why, code="runtime_unavailable", hint="cpuos doctor")
 
 
-def _no_room(node: str, short: dict[str, dict[str, float]]) -> CapacityExceeded:
+def _no_room(node: str, short: dict[str, dict[str, float]], *, action: str) -> CapacityExceeded:
     parts = [f"{_amount(name, row['asked'])} asked, {_amount(name, row['free'])} free" for name, row in short.items()]
     never = [name for name, row in short.items() if row["asked"] > row["total"] and row["free"] > 0]
     if never:
@@ -116,7 +126,7 @@ def _no_room(node: str, short: dict[str, dict[str, float]]) -> CapacityExceeded:
     else:
         hint = "cpuos ls, then cpuos kill SANDBOX; or ask for at most what is free (GET /v1/capacity)"
     return CapacityExceeded(
-        f"cannot create sandbox: node {node} has no room ({', '.join(sorted(short))})",
+        f"cannot {action}: node {node} has no room ({', '.join(sorted(short))})",
         "; ".join(parts),
         hint=hint,
         details={"node": node, "short": short},

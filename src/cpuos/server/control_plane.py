@@ -17,6 +17,7 @@ from cpuos.errors import CpuosError, Unavailable
 from cpuos.node.client import NodeClient
 from cpuos.scheduler.base import CapacityRules, Scheduler
 from cpuos.scheduler.local import LocalScheduler
+from cpuos.server.asks import amount_of
 from cpuos.server.audit import Audit
 from cpuos.server.auth import Authenticator
 from cpuos.server.clock import Clock, utc_now
@@ -30,7 +31,7 @@ from cpuos.server.gateway import GatewayControl
 from cpuos.server.guard import Guard
 from cpuos.server.idempotency import Idempotency
 from cpuos.server.journal import JournalIngest
-from cpuos.server.lifecycle import Lifecycle, demand_of
+from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
 from cpuos.server.policies import AllowAll, Policy
 from cpuos.server.quotas import Quotas
@@ -215,7 +216,7 @@ async def _wire(
 ) -> ControlPlane:
     scheduler = LocalScheduler(node, options.capacity)
     async with database.read() as connection:
-        scheduler.adopt({row.id: (row.node, demand_of(row)) for row in await live_rows(connection)})
+        scheduler.adopt({row.id: (row.node, amount_of(row)) for row in await live_rows(connection)})
     audit = Audit(clock, epoch=epoch, deadline_s=options.outcome_deadline_s)
     idempotency = Idempotency(clock)
     quotas = Quotas()

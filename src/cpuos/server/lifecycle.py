@@ -7,8 +7,6 @@ record says `running`. What fails is undone in the reverse order. No network cal
 from __future__ import annotations
 
 import asyncio
-import secrets
-import string
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
@@ -20,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 
 from cpuos.errors import Conflict, CpuosError, NotFound, PlatformError, SandboxGone, SetupRequired, Unavailable
 from cpuos.scheduler.base import Demand, Placement, Scheduler
+from cpuos.server.asks import demand_of_request, hostname_of, new_id, node_request
 from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
@@ -30,14 +29,12 @@ from cpuos.server.quotas import Quotas
 from cpuos.server.states import Verb, next_state, sources, unusable
 from cpuos.server.tasks import Tasks
 from cpuos.types.audit import AuditResult
-from cpuos.types.network import EffectivePolicy
-from cpuos.types.node import NodeSandboxCreate, SandboxFacts
-from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxState, SandboxUpdate
+from cpuos.types.node import SandboxFacts
+from cpuos.types.sandbox import SandboxCreate, SandboxState, SandboxUpdate
 
-__all__ = ["Creation", "Lifecycle", "demand_of"]
+__all__ = ["Creation", "Lifecycle"]
 
 _log = structlog.get_logger("cpuos.server.lifecycle")
-_ID_LETTERS = string.ascii_lowercase + string.digits
 
 
 class Creation:
@@ -106,10 +103,12 @@ class Lifecycle:
         actor: str,
         intent: int | None = None,
         begun: Callable[[str], None] = lambda sandbox_id: None,
+        origin: Row[Any] | None = None,
     ) -> Row[Any]:
-        """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record."""
-        sandbox_id = _new_sandbox_id()
-        placement = await self._reserve(sandbox_id, _demand(request))
+        """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record; `origin` is
+        the snapshot that it begins with."""
+        sandbox_id = new_id()
+        placement = await self._reserve(sandbox_id, demand_of_request(request, origin=origin))
         async with self._at_work(sandbox_id) as (creation, undo):
             row = await self._insert(
                 sandbox_id, request, placement=placement, workspace=workspace, actor=actor, intent=intent
@@ -121,7 +120,7 @@ class Lifecycle:
             policy = await self._networks.effective(row)
             undo.push_async_callback(self._forget_quietly, row.id)
             async with self._attaching(row, starting_s=self._create_deadline.total_seconds()) as attached:
-                facts = await self._scheduler.client(row.node).create(_node_request(row, policy))
+                facts = await self._scheduler.client(row.node).create(node_request(row, policy, origin=origin))
                 return await self._start(row, facts, attached=attached, creation=creation)
 
     async def finish_create(self, row: Row[Any], facts: SandboxFacts) -> None:
@@ -304,7 +303,7 @@ class Lifecycle:
             self._gateway.attach(
                 row.id,
                 generation=row.generation,
-                hostname=_hostname(row),
+                hostname=hostname_of(row),
                 wait_s=self._agent_wait_s,
                 starting_s=starting_s,
             )
@@ -432,52 +431,6 @@ class Lifecycle:
             result=AuditResult.OK,
             detail=detail,
         )
-
-
-def _new_sandbox_id() -> str:
-    return "".join(secrets.choice(_ID_LETTERS) for _ in range(20))
-
-
-def demand_of(row: Row[Any]) -> Demand:
-    """What the sandbox on record takes of its node."""
-    return Demand(
-        template=row.template,
-        runtime=row.runtime,
-        min_isolation=Isolation(row.isolation),
-        cpu=row.cpu,
-        memory_mib=row.memory_mib,
-        disk_mib=row.disk_mib,
-    )
-
-
-def _demand(request: SandboxCreate) -> Demand:
-    return Demand(
-        template=request.template,
-        runtime=request.runtime,
-        min_isolation=request.min_isolation,
-        cpu=request.cpu,
-        memory_mib=request.memory_mib,
-        disk_mib=request.disk_mib,
-    )
-
-
-def _hostname(row: Row[Any]) -> str:
-    return row.name or row.id
-
-
-def _node_request(row: Row[Any], policy: EffectivePolicy) -> NodeSandboxCreate:
-    return NodeSandboxCreate(
-        id=row.id,
-        generation=row.generation,
-        template=row.template,
-        runtime=row.runtime,
-        hostname=_hostname(row),
-        cpu=row.cpu,
-        memory_mib=row.memory_mib,
-        disk_mib=row.disk_mib,
-        max_processes=row.max_processes,
-        network=policy,
-    )
 
 
 def _died(row: Row[Any], reason: str) -> SandboxGone:

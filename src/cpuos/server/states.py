@@ -23,8 +23,14 @@ class Verb(StrEnum):
     """It died without being asked to."""
     PAUSE = "pause"
     PAUSED = "paused"
+    """Only files are left of it on the node."""
+    UNPAUSE = "unpause"
+    """It was not paused, or was only held for a snapshot: it runs on."""
     RESUME = "resume"
     RESUMED = "resumed"
+    """Its processes go on and its agent has answered."""
+    REPAUSE = "repause"
+    """It could not be resumed, and is as it was."""
     RECREATE = "recreate"
     """Same id, next generation, from what was saved."""
 
@@ -33,9 +39,19 @@ S = SandboxState
 TRANSITIONS: dict[SandboxState, dict[Verb, SandboxState]] = {
     S.CREATING: {Verb.STARTED: S.RUNNING, Verb.FAIL: S.FAILED, Verb.STOP: S.STOPPING},
     S.RUNNING: {Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST, Verb.PAUSE: S.PAUSING},
-    S.PAUSING: {Verb.PAUSED: S.PAUSED, Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST},
+    S.PAUSING: {
+        Verb.PAUSED: S.PAUSED,
+        Verb.UNPAUSE: S.RUNNING,
+        Verb.STOP: S.STOPPING,
+        Verb.LOSE: S.LOST,
+    },
     S.PAUSED: {Verb.RESUME: S.RESUMING, Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST},
-    S.RESUMING: {Verb.RESUMED: S.RUNNING, Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST},
+    S.RESUMING: {
+        Verb.RESUMED: S.RUNNING,
+        Verb.REPAUSE: S.PAUSED,
+        Verb.STOP: S.STOPPING,
+        Verb.LOSE: S.LOST,
+    },
     S.STOPPING: {Verb.STOPPED: S.STOPPED},
     S.STOPPED: {},
     S.FAILED: {},

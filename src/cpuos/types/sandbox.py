@@ -16,6 +16,7 @@ __all__ = [
     "SANDBOX_ID_PATTERN",
     "Access",
     "Isolation",
+    "OnEnd",
     "Sandbox",
     "SandboxCreate",
     "SandboxCreated",
@@ -56,6 +57,13 @@ class Isolation(StrEnum):
     NONE = "none"
 
 
+class OnEnd(StrEnum):
+    """What becomes of a sandbox whose time ended, or that was idle for long."""
+
+    KILL = "kill"
+    PAUSE = "pause"
+
+
 class SandboxCreate(Request):
     template: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")] = "python"
     name: Name | None = None
@@ -67,7 +75,17 @@ class SandboxCreate(Request):
     max_processes: int = Field(None, validate_default=True, ge=16, le=32768)
     """512, or what the memory bears: one process for each 2 MiB."""
     timeout_s: float = Field(900, gt=0, le=30 * 86400)
-    """Session length from create; the sandbox is killed when it ends."""
+    """Session length from create; the time while it is paused does not count."""
+    on_timeout: OnEnd = OnEnd.KILL
+    """What becomes of it when the session length is over."""
+    idle_timeout_s: float | None = Field(None, ge=1, le=30 * 86400)
+    """So long without a command, job, terminal, watch, transfer or preview connection: `on_idle`."""
+    on_idle: OnEnd = OnEnd.PAUSE
+    auto_resume: bool = True
+    """A paused one is resumed by the next call to it, or visit of its previews."""
+    snapshot: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None
+    """Begin with a snapshot, by id or name: its files, and its processes where it has them. Template, runtime, sizes,
+    labels and network that are not given are the snapshot's; those given must fit it."""
     labels: dict[LabelKey, Label] = Field(default_factory=dict, max_length=64)
     task: Annotated[str, StringConstraints(max_length=128)] | None = None
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
@@ -92,7 +110,7 @@ class Sandbox(Answer):
     workspace: str
     state: SandboxState
     reason: str = ""
-    """Why it is failed, lost or stopped; empty while all is well."""
+    """Why it is failed, lost or stopped, or why a paused one could not go on; empty while all is well."""
     template: str
     template_digest: str = ""
     runtime: str = ""
@@ -105,12 +123,22 @@ class Sandbox(Answer):
     disk_mib: int
     max_processes: int
     timeout_s: float
+    on_timeout: OnEnd = OnEnd.KILL
+    idle_timeout_s: float | None = None
+    on_idle: OnEnd = OnEnd.PAUSE
+    auto_resume: bool = True
+    snapshot: str | None = None
+    """Id of the snapshot that it began with."""
     labels: dict[str, str] = Field(default_factory=dict)
     task: str | None = None
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     created_at: datetime
     started_at: datetime | None = None
     expires_at: datetime | None = None
+    """When its session ends; none while it is paused."""
+    paused_at: datetime | None = None
+    left_s: float | None = None
+    """While it is paused: the session time it has left."""
     ended_at: datetime | None = None
 
 

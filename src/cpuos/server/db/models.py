@@ -19,6 +19,7 @@ __all__ = [
     "PortRow",
     "SandboxRow",
     "ServerStart",
+    "SnapshotRow",
     "UtcDateTime",
     "Workspace",
 ]
@@ -30,6 +31,7 @@ NAMING = {
     "pk": "pk_%(table_name)s",
 }
 LIVE = text("state NOT IN ('stopped', 'failed', 'lost')")
+KEPT = text("state IN ('creating', 'ready')")
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -63,6 +65,8 @@ class Workspace(Base):
     name: Mapped[str] = mapped_column(String(63), unique=True)
     max_sandboxes: Mapped[int | None]
     """Live sandboxes it may have; None: as many as the nodes hold."""
+    max_snapshots: Mapped[int | None]
+    """Snapshots it may keep; None: as many as the nodes hold."""
     network: Mapped[dict[str, Any]] = mapped_column(default=lambda: {"mode": "internet"})
     """`NetworkPolicy` that holds for each of its sandboxes beside the sandbox's own."""
     created_at: Mapped[datetime]
@@ -114,6 +118,12 @@ class SandboxRow(Base):
     disk_mib: Mapped[int]
     max_processes: Mapped[int]
     timeout_s: Mapped[float]
+    on_timeout: Mapped[str] = mapped_column(String(8), default="kill")
+    idle_timeout_s: Mapped[float | None]
+    on_idle: Mapped[str] = mapped_column(String(8), default="pause")
+    auto_resume: Mapped[bool] = mapped_column(default=True)
+    snapshot: Mapped[str | None] = mapped_column(String(20))
+    """What it began with."""
     labels: Mapped[dict[str, Any]]
     task: Mapped[str | None] = mapped_column(String(128))
     network: Mapped[dict[str, Any]]
@@ -136,7 +146,47 @@ class SandboxRow(Base):
     """By when a transitional state must have ended."""
     started_at: Mapped[datetime | None]
     expires_at: Mapped[datetime | None]
+    """None while it is paused."""
+    paused_at: Mapped[datetime | None]
+    left_s: Mapped[float | None]
+    """The session time that a paused one has left."""
     ended_at: Mapped[datetime | None]
+
+
+class SnapshotRow(Base):
+    """Gone when its node has removed it."""
+
+    __tablename__ = "snapshots"
+    __table_args__ = (
+        Index("ix_snapshots_name", "workspace", "name", unique=True, sqlite_where=KEPT, postgresql_where=KEPT),
+        Index("ix_snapshots_workspace_created_at", "workspace", "created_at"),
+        Index("ix_snapshots_intent", "intent"),
+    )
+
+    id: Mapped[str] = mapped_column(String(20), primary_key=True)
+    workspace: Mapped[str] = mapped_column(ForeignKey("workspaces.id"))
+    name: Mapped[str | None] = mapped_column(String(63))
+    state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(default="")
+    internal: Mapped[bool] = mapped_column(default=False)
+    """Made for a fork alone: nobody sees it, and it goes when the fork has ended."""
+    sandbox: Mapped[str] = mapped_column(ForeignKey("sandboxes.id"))
+    memory: Mapped[bool]
+    size_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    template: Mapped[str] = mapped_column(String(63))
+    template_digest: Mapped[str] = mapped_column(default="")
+    runtime: Mapped[str] = mapped_column(String(16))
+    node: Mapped[str] = mapped_column(String(63))
+    cpu: Mapped[int]
+    memory_mib: Mapped[int]
+    disk_mib: Mapped[int]
+    max_processes: Mapped[int]
+    labels: Mapped[dict[str, Any]]
+    network: Mapped[dict[str, Any]]
+    created_by: Mapped[str] = mapped_column(String(63))
+    intent: Mapped[int | None]
+    created_at: Mapped[datetime]
+    changed_at: Mapped[datetime]
 
 
 class AuditRow(Base):

@@ -1,0 +1,69 @@
+"""What a record or a request asks of scheduler and node."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from typing import Any
+
+from sqlalchemy import Row
+
+from cpuos.scheduler.base import Capacity, Demand
+from cpuos.types.network import EffectivePolicy
+from cpuos.types.node import NodeSandboxCreate
+from cpuos.types.sandbox import SandboxCreate, SandboxState
+
+__all__ = ["amount_of", "demand_of_request", "hostname_of", "new_id", "node_request", "snapshot_amount"]
+
+_ID_LETTERS = string.ascii_lowercase + string.digits
+
+
+def new_id() -> str:
+    """Of a sandbox or a snapshot."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(20))
+
+
+def demand_of_request(request: SandboxCreate, *, origin: Row[Any] | None) -> Demand:
+    """What a new sandbox takes; with a snapshot to begin with, where that lies."""
+    return Demand(
+        template=request.template,
+        runtime=request.runtime if origin is None else origin.runtime,
+        min_isolation=request.min_isolation,
+        cpu=request.cpu,
+        memory_mib=request.memory_mib,
+        disk_mib=request.disk_mib,
+        node=None if origin is None else origin.node,
+    )
+
+
+def amount_of(row: Row[Any]) -> Capacity:
+    """What the sandbox on record holds of its node: a paused one its disk alone."""
+    whole = Capacity(sandboxes=1, cpu=row.cpu, memory_mib=row.memory_mib, disk_mib=row.disk_mib)
+    return whole.parked if row.state == SandboxState.PAUSED.value else whole
+
+
+def snapshot_amount(row: Row[Any]) -> Capacity:
+    """What a snapshot may take at most while it is made; when it is there, the node's free room says what it took."""
+    return Capacity(disk_mib=row.disk_mib + (row.memory_mib if row.memory else 0))
+
+
+def hostname_of(row: Row[Any]) -> str:
+    return row.name or row.id
+
+
+def node_request(row: Row[Any], policy: EffectivePolicy, *, origin: Row[Any] | None = None) -> NodeSandboxCreate:
+    """The create of a recorded sandbox as its node takes it."""
+    return NodeSandboxCreate(
+        id=row.id,
+        generation=row.generation,
+        template=row.template,
+        runtime=row.runtime,
+        hostname=hostname_of(row),
+        cpu=row.cpu,
+        memory_mib=row.memory_mib,
+        disk_mib=row.disk_mib,
+        max_processes=row.max_processes,
+        network=policy,
+        snapshot=None if origin is None else origin.id,
+        warm=origin is None or origin.memory,
+    )
