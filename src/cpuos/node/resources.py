@@ -33,6 +33,29 @@ class Disks(Protocol):
 
     async def used_bytes(self, sandbox_id: str) -> int: ...
 
+    async def park(self, sandbox_id: str) -> None:
+        """Keep the files and nothing else: no mount, no device. `unpark` brings it back."""
+        ...
+
+    async def unpark(self, sandbox_id: str) -> Path: ...
+
+    async def sync(self, sandbox_id: str) -> None:
+        """All that was written to it outlives the host when this returns."""
+        ...
+
+    async def thaw(self, sandbox_id: str) -> None:
+        """Let go what a copy that was cut short by this node's end still holds."""
+        ...
+
+    async def copy(self, sandbox_id: str, *, to: Path) -> None:
+        """Its content at one moment, at the new path `to`, for `create_from`; parked or not. Writers wait meanwhile.
+        After a failure nothing is at `to`."""
+        ...
+
+    async def create_from(self, sandbox_id: str, *, image: Path, size_mib: int) -> Path:
+        """As `create`, with the content of a copy of a disk of this size."""
+        ...
+
     async def remove(self, sandbox_id: str) -> None:
         """Unmount and remove it and all that `create` made."""
         ...

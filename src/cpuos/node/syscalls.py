@@ -20,6 +20,7 @@ __all__ = [
     "UMOUNT_NOFOLLOW",
     "mount",
     "setns",
+    "syncfs",
     "umount",
     "unshare",
 ]
@@ -60,6 +61,11 @@ def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str
 
 def umount(target: str, flags: int = 0) -> None:
     _check(_libc.umount2(os.fsencode(target), ctypes.c_int(flags)), target)
+
+
+def syncfs(fd: int) -> None:
+    """All that was written to the file system of `fd` is on its device when this returns."""
+    _check(_libc.syncfs(ctypes.c_int(fd)), "syncfs")
 
 
 def _check(result: int, name: str) -> None:

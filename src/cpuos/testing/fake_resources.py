@@ -40,6 +40,27 @@ class FakeDisks:
             os.chown(self.path(sandbox_id) / "workspace", 1000, 1000)
         return self.path(sandbox_id)
 
+    async def park(self, sandbox_id: str) -> None:
+        """A folder is always only files."""
+
+    async def unpark(self, sandbox_id: str) -> Path:
+        return self.path(sandbox_id)
+
+    async def sync(self, sandbox_id: str) -> None:
+        """Tests cut no power."""
+
+    async def thaw(self, sandbox_id: str) -> None:
+        """Nothing is ever frozen."""
+
+    async def copy(self, sandbox_id: str, *, to: Path) -> None:
+        await asyncio.to_thread(shutil.copytree, self.path(sandbox_id) / "workspace", to, symlinks=True)
+
+    async def create_from(self, sandbox_id: str, *, image: Path, size_mib: int) -> Path:
+        await self.create(sandbox_id, size_mib=size_mib)
+        workspace = self.path(sandbox_id) / "workspace"
+        await asyncio.to_thread(shutil.copytree, image, workspace, symlinks=True, dirs_exist_ok=True)
+        return self.path(sandbox_id)
+
     async def remove(self, sandbox_id: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self.path(sandbox_id), ignore_errors=True)
 

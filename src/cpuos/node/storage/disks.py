@@ -13,14 +13,18 @@ docs/adr/0006-workspace-image-and-root-layer.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cpuos.errors import NotFound, PlatformError, SetupRequired
+from cpuos.errors import CapacityExceeded, CpuosError, NotFound, PlatformError, SetupRequired
+from cpuos.node.steps import run_whole
+from cpuos.node.storage.copying import copy_image, frozen, sync_all, thaw
 from cpuos.node.storage.folders import (
     is_mounted,
     mount_disk,
@@ -30,7 +34,7 @@ from cpuos.node.storage.folders import (
     wait_released,
 )
 from cpuos.node.storage.geometry import geometry_for
-from cpuos.node.storage.image import MKFS, make_image
+from cpuos.node.storage.image import MKFS, make_image, read_identity
 from cpuos.node.storage.loop import loops_below
 from cpuos.node.storage.stock import DiskStock, Stocked
 from cpuos.types.sandbox import SandboxCreate
@@ -83,6 +87,35 @@ class DiskStore:
         except OSError as problem:
             raise PlatformError(f"cannot create the disk of sandbox {sandbox_id}", str(problem)) from problem
         return await self.attach(sandbox_id)
+
+    async def create_from(self, sandbox_id: str, *, image: Path, size_mib: int) -> Path:
+        """Make the disk from a copy of another one of this size, and mount it. One that is there is only mounted."""
+        folder = self.path(sandbox_id)
+        if not (folder / "disk.json").exists():
+            try:
+                await run_whole(asyncio.to_thread(self._make_from, folder, image=image, size_mib=size_mib))
+            except OSError as problem:
+                raise _failure("create", sandbox_id, problem) from problem
+        return await self.attach(sandbox_id)
+
+    async def copy(self, sandbox_id: str, *, to: Path) -> None:
+        """Copy its image at one moment; mounted or not. After a failure nothing is at `to`."""
+        await run_whole(asyncio.to_thread(self._copy, sandbox_id, to=to))
+
+    async def park(self, sandbox_id: str) -> None:
+        """Only files are left of it: no mount, no loop device. Not there is fine."""
+        await asyncio.to_thread(self._park, sandbox_id)
+
+    async def unpark(self, sandbox_id: str) -> Path:
+        return await self.attach(sandbox_id)
+
+    async def sync(self, sandbox_id: str) -> None:
+        """All that was written to it is on the volume when this returns."""
+        await asyncio.to_thread(self._on_workspace, "sync", sandbox_id, sync_all)
+
+    async def thaw(self, sandbox_id: str) -> None:
+        """Let go what a copy that was cut short still holds. Not frozen is fine."""
+        await asyncio.to_thread(self._on_workspace, "thaw", sandbox_id, thaw)
 
     async def attach(self, sandbox_id: str) -> Path:
         """Mount the disk and give its folder, with `workspace/` and `overlay/`. Already mounted is fine."""
@@ -137,6 +170,40 @@ class DiskStore:
         await make_image(folder / "image", size_mib=size_mib, identity=identity)
         _write_record(folder, size_mib=size_mib, identity=identity)
 
+    def _make_from(self, folder: Path, *, image: Path, size_mib: int) -> None:
+        prepare_folder(folder)
+        (folder / "image").unlink(missing_ok=True)
+        copy_image(image, folder / "image")
+        _write_record(folder, size_mib=size_mib, identity=read_identity(folder / "image"))
+
+    def _copy(self, sandbox_id: str, *, to: Path) -> None:
+        folder = self.path(sandbox_id)
+        try:
+            with frozen(folder / "workspace") if is_mounted(folder) else contextlib.nullcontext():
+                copy_image(folder / "image", to)
+        except FileNotFoundError as problem:
+            raise NotFound(f"cannot copy the disk of sandbox {sandbox_id}", "it has none") from problem
+        except OSError as problem:
+            to.unlink(missing_ok=True)
+            raise _failure("copy", sandbox_id, problem) from problem
+
+    def _park(self, sandbox_id: str) -> None:
+        self._detach(sandbox_id)
+        try:
+            wait_released(self.path(sandbox_id))
+        except FileNotFoundError:
+            return
+        except OSError as problem:
+            raise _failure("unmount", sandbox_id, problem) from problem
+
+    def _on_workspace(self, verb: str, sandbox_id: str, do: Callable[[Path], None]) -> None:
+        folder = self.path(sandbox_id)
+        try:
+            if is_mounted(folder):
+                do(folder / "workspace")
+        except OSError as problem:
+            raise _failure(verb, sandbox_id, problem) from problem
+
     def _attach(self, sandbox_id: str) -> Path:
         folder = self.path(sandbox_id)
         try:
@@ -166,6 +233,13 @@ class DiskStore:
             remove_disk(self.path(sandbox_id))
         except OSError as problem:
             raise PlatformError(f"cannot remove the disk of sandbox {sandbox_id}", str(problem)) from problem
+
+
+def _failure(verb: str, sandbox_id: str, problem: OSError) -> CpuosError:
+    what = f"cannot {verb} the disk of sandbox {sandbox_id}"
+    if problem.errno == errno.ENOSPC:
+        return CapacityExceeded(what, "the node's data volume has no room")
+    return PlatformError(what, str(problem))
 
 
 def _write_record(folder: Path, *, size_mib: int, identity: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import uuid
 from pathlib import Path
 
 from cpuos.node.storage.geometry import geometry_for
 
-__all__ = ["MKFS", "make_image"]
+__all__ = ["MKFS", "make_image", "read_identity"]
 
 MKFS = "/usr/sbin/mkfs.ext4"
 # Runs only while nobody else wants the processor or the disk.
@@ -35,6 +36,13 @@ async def make_image(path: Path, *, size_mib: int, identity: str, idly: bool = F
         raise
     if process.returncode != 0:
         raise OSError(errno.EIO, text.decode(errors="replace").strip() or f"mkfs.ext4 ended with {process.returncode}")
+
+
+def read_identity(path: Path) -> str:
+    """The UUID in its superblock (ext4: s_uuid)."""
+    with path.open("rb") as file:
+        file.seek(1024 + 0x68)
+        return str(uuid.UUID(bytes=file.read(16)))
 
 
 def _make_sparse(path: Path, *, size: int) -> None:
