@@ -93,17 +93,19 @@ async def test_half_made_disk_of_a_copy_is_made_anew(disks, tmp_path):
 
 
 async def test_writers_go_on_after_a_copy_that_had_no_room(tmp_path):
-    with volume(tmp_path, "mkfs.ext4", "-q", "-F", size_mib=64) as mounted:
+    with volume(tmp_path, "mkfs.ext4", "-q", "-F", size_mib=96) as mounted:
         disks = DiskStore(mounted / "disks")
         folder = await disks.create(A, size_mib=64)
-        (folder / "workspace" / "big").write_bytes(os.urandom(25 << 20))
-        with pytest.raises(CapacityExceeded, match="cannot copy the disk") as caught:
-            await disks.copy(A, to=mounted / "copy")
-        assert "no room" in caught.value.why
-        assert not (mounted / "copy").exists()
-        async with asyncio.timeout(5):
-            await asyncio.to_thread((folder / "workspace" / "more").write_text, "goes on")
-        await disks.remove(A)
+        try:
+            (folder / "workspace" / "big").write_bytes(os.urandom(50 << 20))
+            with pytest.raises(CapacityExceeded, match="cannot copy the disk") as caught:
+                await disks.copy(A, to=mounted / "copy")
+            assert "no room" in caught.value.why
+            assert not (mounted / "copy").exists()
+            async with asyncio.timeout(5):
+                await asyncio.to_thread((folder / "workspace" / "more").write_text, "goes on")
+        finally:
+            await disks.remove(A)
 
 
 async def test_disk_that_a_dead_node_left_frozen_is_thawed(disks):
