@@ -28,6 +28,7 @@ from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.service import open_gateway, serve_gateway
 from cpuos.gateway.spool import SpoolLimits
+from cpuos.testing.waiting import until
 from cpuos.types.frames import Frame, FrameDecoder, FrameKind
 
 SANDBOX = "s" * 20
@@ -143,7 +144,7 @@ async def go_agent(program: Path, folder: Path, dialler: LocalDialler, *, port: 
     arguments += ["--listen", f"127.0.0.1:{port}", "--user-table", str(table)]
     process = await asyncio.create_subprocess_exec(str(program), *arguments, stdout=asyncio.subprocess.PIPE)
     try:
-        line = await asyncio.wait_for(process.stdout.readline(), 10)
+        line = await asyncio.wait_for(process.stdout.readline(), 60)
         host, _, port = line.decode().strip().rpartition(":")
         dialler.address = (host, int(port))
         yield process.pid
@@ -235,6 +236,16 @@ class DataClient:
         answer = await self.call("POST", "/commands", json={"cwd": "/", "detach": True, **program, **values})
         assert answer.status_code == 201, answer.text
         return answer.json()["id"]
+
+    async def has_said(self, stdout_bytes: int, *, command_id: str = "") -> str:
+        """Wait until a command, the only one or this, has written so much; its id."""
+
+        async def look() -> str:
+            known = (await self.call("GET", "/commands")).json()["commands"]
+            asked = [one for one in known if one["id"] == command_id or not command_id]
+            return next((one["id"] for one in asked if one["stdout_bytes"] >= stdout_bytes), "")
+
+        return await until(look)
 
     async def wait(self, command_id: str, *, timeout_s: float = 20) -> dict[str, Any]:
         answer = await self.call("GET", f"/commands/{command_id}/wait?timeout_s={timeout_s}")

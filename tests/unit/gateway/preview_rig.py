@@ -71,7 +71,7 @@ class Visitor:
         while True:
             event = parser.next_event()
             if event is h11.NEED_DATA:
-                parser.receive_data(await asyncio.wait_for(self.reader.read(65536), 10))
+                parser.receive_data(await asyncio.wait_for(self.reader.read(65536), 30))
             elif isinstance(event, h11.InformationalResponse):
                 interim.append(event.status_code)
             elif isinstance(event, h11.Response):
@@ -90,7 +90,7 @@ class Visitor:
     async def ended(self) -> bytes:
         """What comes until the connection's end."""
         try:
-            return await asyncio.wait_for(self.reader.read(), 10)
+            return await asyncio.wait_for(self.reader.read(), 30)
         except ConnectionResetError:
             return b""
 

@@ -14,6 +14,7 @@ from gateway_rig import SANDBOX, LocalDialled, LocalDialler, Rig, error_code, go
 
 import cpuos.gateway.agent.client as agent_client
 from cpuos.errors import Conflict, CpuosError, NotFound, Unavailable
+from cpuos.testing.waiting import until
 
 UNKNOWN = NotFound("cannot find sandbox", code="sandbox_not_found")
 BEING_MADE = Conflict("cannot reach sandbox", "it is still being created")
@@ -78,23 +79,22 @@ async def test_a_create_that_failed_calls_it_off(agent: int, dialler: SlowNode, 
     dialler.refusals = [UNKNOWN] * 100_000
     async with open_rig(tmp_path, dialler) as rig:
         waiting = asyncio.create_task(attach(rig, starting_s=600))
-        while not dialler.dials:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+        await until(lambda: dialler.dials)
         told = {"reason": "stopped", "text": "it was not made"}
         assert (await rig.control.post(f"/v1/sandboxes/{SANDBOX}/detach", json=told)).status_code == 204
-        assert await asyncio.wait_for(waiting, 10) == (410, "sandbox_lost")
+        assert await asyncio.wait_for(waiting, 30) == (410, "sandbox_lost")
 
 
 async def test_an_agent_that_comes_late_is_asked_on_one_socket(
-    agent_binary: Path, dialler: SlowNode, tmp_path: Path
+    agent_binary: Path, dialler: SlowNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refusals cost the node nothing: it made one socket for all of them, and one for the connection held ready."""
+    monkeypatch.setattr(agent_client, "REFUSED_LIMIT_S", 600)
     with free_port() as port:
         dialler.address = ("127.0.0.1", port)
         async with open_rig(tmp_path, dialler) as rig:
-            waiting = asyncio.create_task(attach(rig, starting_s=0, wait_s=30))
-            while not dialler.dials:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+            waiting = asyncio.create_task(attach(rig, starting_s=0, wait_s=100))
+            await until(lambda: dialler.dials)
             await asyncio.sleep(0.05)  # some refusals
             assert not waiting.done()
             assert dialler.dials == 1

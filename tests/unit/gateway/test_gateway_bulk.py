@@ -14,6 +14,7 @@ import pytest
 from gateway_rig import DataClient, Rig
 
 from cpuos.gateway.bulk import WAKE_BYTES, Buffer, Carried, Cut, Pipe, carry
+from cpuos.testing.waiting import until
 
 MIB = 1 << 20
 
@@ -99,11 +100,7 @@ async def test_a_large_upload_that_the_client_cuts_leaves_nothing(client: DataCl
     writer.close()
     outcome = await _outcome(rig)
     assert (outcome["result"], outcome["detail"]["code"]) == ("error", "upload_incomplete")
-    for _ in range(200):
-        if not os.listdir(work):
-            break
-        await asyncio.sleep(0.02)
-    assert os.listdir(work) == []
+    await until(lambda: os.listdir(work) == [])
 
 
 async def test_a_large_download_that_the_client_leaves(client: DataClient, rig: Rig, work: Path) -> None:
@@ -130,11 +127,10 @@ async def test_a_reader_that_pauses_gets_every_byte(client: DataClient, work: Pa
 
 
 async def _outcome(rig: Rig) -> dict:
-    for _ in range(200):
-        if outcomes := [entry for entry in await rig.journal() if entry["phase"] == "outcome"]:
-            return outcomes[-1]
-        await asyncio.sleep(0.02)
-    raise AssertionError("no outcome")
+    async def outcomes() -> list[dict]:
+        return [entry for entry in await rig.journal() if entry["phase"] == "outcome"]
+
+    return (await until(outcomes))[-1]
 
 
 @pytest.mark.parametrize("kind", ["buffer", "pipe"])

@@ -12,6 +12,7 @@ from gateway_rig import SANDBOX, LocalDialler, Rig, TicketMint, error_code, open
 from cpuos.gateway.ending import CommandEnding
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.spool import SpoolLimits
+from cpuos.testing.waiting import until
 from cpuos.types.frames import FrameDecoder, FrameKind
 
 
@@ -79,7 +80,7 @@ async def test_output_of_ended_sandboxes_is_bounded_together(rig: Rig) -> None:
 async def test_the_end_of_a_sandbox_ends_its_commands(rig: Rig, reason: str, status: str, code: str) -> None:
     async with rig.client() as client:
         following = asyncio.create_task(client.exec("echo up; sleep 100"))
-        await asyncio.sleep(0.3)
+        await client.has_said(len(b"up\n"))
         await detach(rig, reason, "because")
         stream = await following
         assert (stream.stdout, stream.end["status"], stream.end["reason"]) == (b"up\n", status, "because")
@@ -155,7 +156,7 @@ async def test_caps_name_the_limit_and_leave_the_rest_free(agent: int, dialler: 
             assert (answer.status_code, error_code(answer)) == (429, "limit_reached")
             assert answer.json()["error"]["details"]["limit"] == "commands"
             following = asyncio.create_task(client.frames("GET", f"/commands/{running[0]}/stream"))
-            await asyncio.sleep(0.1)
+            await until(lambda: rig.gateway.sandboxes.get(SANDBOX).slots._taken.get("streams"))
             answer = await client.call("GET", f"/commands/{running[1]}/stream")
             assert answer.json()["error"]["details"]["limit"] == "streams"
             # Kill, stat and wait get through.
@@ -187,8 +188,11 @@ async def test_a_sandbox_over_its_budget_drops_the_oldest_outputs(
             assert stored <= 21 << 20
             for _ in range(5):
                 await client.exec("true")
-            await asyncio.sleep(0.1)  # a record is saved a moment after its end was told
-            assert len((await client.call("GET", "/commands")).json()["commands"]) == 6
+
+            async def few_are_left() -> bool:  # a record is saved a moment after its end was told
+                return len((await client.call("GET", "/commands")).json()["commands"]) == 6
+
+            await until(few_are_left)
             assert error_code(await client.call("GET", f"/commands/{ids[0]}")) == "command_not_found"
 
 
@@ -253,9 +257,7 @@ async def test_a_crash_between_intent_and_record(agent: int, dialler: LocalDiall
         entries = [entry for entry in await rig.journal() if entry["target"] == command_id]
         assert [(entry["phase"], entry["result"]) for entry in entries] == [("intent", None), ("outcome", "unknown")]
         assert (await rig.attach()).status_code == 200
-        async with asyncio.timeout(5):
-            while os.path.exists(f"/proc/{pid}"):  # noqa: ASYNC110, ASYNC240
-                await asyncio.sleep(0.02)
+        await until(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
 async def test_a_crash_between_outcome_and_record(

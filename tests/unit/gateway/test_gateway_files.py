@@ -7,11 +7,13 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 from gateway_rig import DataClient, Rig, error_code
 
+from cpuos.testing.waiting import until
 from cpuos.types.frames import FrameDecoder, FrameKind
 
 ODD_NAMES = [
@@ -93,14 +95,14 @@ async def test_an_upload_that_the_client_cuts_leaves_nothing(client: DataClient,
     head = f"PUT {client.base}/files?{at(work / 'cut')} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
     writer.write(f"{head}Authorization: {client.http.headers['Authorization']}\r\n\r\n".encode() + b"x" * 500_000)
     await writer.drain()
-    await asyncio.sleep(0.3)
+    await until(rig.journal)
     writer.close()
-    for _ in range(100):
-        outcomes = [entry for entry in await rig.journal() if entry["phase"] == "outcome"]
-        if outcomes and not os.listdir(work):
-            break
-        await asyncio.sleep(0.02)
-    assert os.listdir(work) == []
+
+    async def find_outcomes() -> list[dict[str, Any]]:
+        return [entry for entry in await rig.journal() if entry["phase"] == "outcome"]
+
+    outcomes = await until(find_outcomes)
+    await until(lambda: os.listdir(work) == [])
     assert outcomes[-1]["detail"]["code"] == "upload_incomplete"
     assert outcomes[-1]["result"] == "error"
 
@@ -153,7 +155,7 @@ async def test_trees_as_tar(client: DataClient, work: Path) -> None:
 
 async def test_watch_tells_events(client: DataClient, work: Path) -> None:
     decoder, kinds = FrameDecoder(), []
-    async with asyncio.timeout(10), client.http.stream("GET", client.base + f"/files/watch?{at(work)}") as answer:
+    async with asyncio.timeout(30), client.http.stream("GET", client.base + f"/files/watch?{at(work)}") as answer:
         assert answer.status_code == 200
         async for piece in answer.aiter_raw():
             for frame in decoder.feed(piece):

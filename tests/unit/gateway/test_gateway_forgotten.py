@@ -9,6 +9,7 @@ from gateway_rig import SANDBOX, DataClient, LocalDialler, Rig
 
 from cpuos.gateway.agent import client as agent_client
 from cpuos.gateway.agent.client import AgentClient
+from cpuos.testing.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +21,11 @@ async def test_the_agent_keeps_no_ended_command(client: DataClient, rig: Rig) ->
     for _ in range(5):
         assert (await client.exec("exit 3")).end["exit_code"] == 3
     agent = await rig.gateway.sandboxes.get(SANDBOX).agent()
-    for _ in range(1000):
-        if not (known := (await agent.commands()).commands):
-            break
-        await asyncio.sleep(0.01)
-    assert known == []
+
+    async def all_forgotten() -> bool:
+        return (await agent.commands()).commands == []
+
+    await until(all_forgotten)
 
 
 @pytest.mark.parametrize("closes", [b"", b"Connection: close\r\n"])
@@ -51,10 +52,7 @@ async def test_each_is_asked_to_its_answer(closes: bytes) -> None:
     async with server:
         for command_id in wanted:
             agent.forget_command(command_id)
-        for _ in range(1000):
-            if set(answered) == set(wanted):
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: set(answered) == set(wanted))
         await agent.aclose()
     assert set(answered) == set(wanted)
     if not closes:

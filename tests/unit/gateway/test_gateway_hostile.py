@@ -59,7 +59,7 @@ async def test_attach(tmp_path: Path, misdeed: Misdeed) -> None:
         agent.misbehave(misdeed)
         before, began = resident_kib(), time.monotonic()
         answer = await rig.attach(wait_s=0.3)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 20
         assert answer.status_code in (502, 504), answer.text
         assert error_code(answer) in AGENT_CODES
         assert resident_kib() - before < 24 << 10
@@ -105,7 +105,7 @@ async def test_calls_of_files(tmp_path: Path, misdeed: Misdeed) -> None:
             assert "closed" in str(error) or "incomplete" in str(error) or isinstance(error, TimeoutError)  # noqa: PT017
         put = await client.call("PUT", "/files?path=/x", content=b"x" * 100_000)
         assert error_code(put) in AGENT_CODES
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40
         assert resident_kib() - before < 32 << 10
 
 
@@ -115,7 +115,7 @@ async def test_starts(tmp_path: Path, misdeed: Misdeed) -> None:
         agent.misbehave(misdeed, at="/v1/commands")
         before, began = resident_kib(), time.monotonic()
         answer = await client.call("POST", "/commands", json={"command": "true"})
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 20
         assert error_code(answer) in AGENT_CODES, answer.text
         assert (await client.call("GET", "/commands")).json()["commands"] == []
         entries = await rig.journal()
@@ -134,7 +134,7 @@ async def test_streams_end_as_unknown(tmp_path: Path, misdeed: Misdeed, monkeypa
             assert error_code(answer) in AGENT_CODES
             return
         command = (await client.call("GET", "/commands")).json()["commands"][0]
-        end = await client.wait(command["id"], timeout_s=5)
+        end = await client.wait(command["id"], timeout_s=30)
         assert end["status"] == "unknown", end
         assert "contract" in end["reason"] or "cut" in end["reason"]
         assert end["exit_code"] is None
@@ -152,10 +152,11 @@ async def test_output_that_goes_back_is_not_recorded_twice(tmp_path: Path, monke
     async with attached(tmp_path) as (agent, _, client):
         agent.misbehave(Misdeed.BACK_OFFSET, at="/v1/commands")
         command_id = await client.spawn("true")
-        await asyncio.sleep(0.3)
+        await client.has_said(len(b"forward"), command_id=command_id)
+        await asyncio.sleep(0.3)  # what goes back is ignored: nothing tells that it has come
         command = (await client.call("GET", f"/commands/{command_id}")).json()
         output = (await client.call("GET", f"/commands/{command_id}/output")).content
-        assert len(output) == command["stdout_bytes"]
+        assert (output, command["stdout_bytes"]) == (b"forward", len(b"forward"))
 
 
 async def test_a_flood_is_bounded_in_memory_and_on_disk(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ async def test_a_flood_is_bounded_in_memory_and_on_disk(tmp_path: Path) -> None:
         run = rig.gateway.sandboxes.get(SANDBOX).runs[command_id]
         for stream in run.recorded.streams.values():
             stream._head, stream._tail = 1 << 20, 1 << 20
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while run.recorded.streams["stdout"].total < 300 << 20:
                 await run.recorded.change(1)
         assert run.recorded.streams["stdout"].total >= 300 << 20
@@ -185,7 +186,7 @@ async def test_a_silent_stream_ends_as_unknown(tmp_path: Path, monkeypatch: pyte
     async with attached(tmp_path) as (agent, _, client):
         agent.misbehave(Misdeed.SILENT_STREAM, at="/v1/commands")
         command_id = await client.spawn("true")
-        end = await client.wait(command_id, timeout_s=5)
+        end = await client.wait(command_id, timeout_s=30)
         assert (end["status"], end["reason"]) == ("unknown", "the agent has fallen silent")
 
 

@@ -29,7 +29,7 @@ async def frames_until(
 ) -> list[Frame]:
     """Frames until their output has the text, or one of the kind came."""
     decoder, frames, output = FrameDecoder(), [], b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             for frame in decoder.feed(await socket.recv()):
                 frames.append(frame)

@@ -133,7 +133,7 @@ async def test_stdin_goes_on_after_a_restart(process: GatewayProcess, mint: Tick
 async def test_a_sandbox_that_died_meanwhile(process: GatewayProcess, mint: TicketMint, tmp_path: Path) -> None:
     async with client_of(process, mint) as client:
         command_id = await client.spawn("echo kept; sleep 100")
-        await asyncio.sleep(0.2)
+        await client.has_said(len(b"kept\n"))
     await process.kill()
     process._agent_port = 1  # nobody answers there
     await process.start()

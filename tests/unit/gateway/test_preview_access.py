@@ -180,7 +180,7 @@ async def test_closing_voids_tokens_and_cuts_what_is_open(previews: PreviewRig) 
         await visitor.send(
             "\r\n".join(["GET / HTTP/1.1", f"Host: {previews.host(inside.port)}", *lines, "", ""]).encode()
         )
-        await asyncio.wait_for(visitor.reader.readuntil(b"first"), 5)
+        await asyncio.wait_for(visitor.reader.readuntil(b"first"), 20)
         assert await previews.close_port(inside.port + 1) == 0
         assert await previews.close_port(inside.port) == 1
         assert await visitor.ended() == b""
@@ -201,7 +201,7 @@ async def test_revoking_cuts_what_is_open(previews: PreviewRig, which: dict[str,
         await visitor.send(
             "\r\n".join(["GET / HTTP/1.1", f"Host: {previews.host(inside.port)}", *lines, "", ""]).encode()
         )
-        await asyncio.wait_for(visitor.reader.readuntil(b"first"), 5)
+        await asyncio.wait_for(visitor.reader.readuntil(b"first"), 20)
         answer = await previews.rig.control.post("/v1/tickets/revoke", json=which)
         assert answer.json() == {"ended_calls": 1}
         assert await visitor.ended() == b""
@@ -229,7 +229,7 @@ async def test_no_longer_public_cuts_visitors_without_a_token(previews: PreviewR
         await visitor.send(
             "\r\n".join(["GET / HTTP/1.1", f"Host: {previews.host(inside.port)}", *lines, "", ""]).encode()
         )
-        await asyncio.wait_for(visitor.reader.readuntil(b"first"), 5)
+        await asyncio.wait_for(visitor.reader.readuntil(b"first"), 20)
         await previews.publish(inside.port, public=False)
         assert await visitor.ended() == b""
 
@@ -370,7 +370,7 @@ async def test_websockets_are_let_in_or_refused_never_redirected(
         visitor = await previews.visitor()
         head = "\r\n".join([f"GET {target} HTTP/1.1", f"Host: {previews.host(inside.port)}", *lines, "", ""])
         await visitor.send(head.encode())
-        answer = await asyncio.wait_for(visitor.reader.readuntil(b"\r\n\r\n"), 5)
+        answer = await asyncio.wait_for(visitor.reader.readuntil(b"\r\n\r\n"), 20)
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert b"location" not in answer.lower()
         assert all(b"cpuos" not in seen.lower() and seen.startswith(b"GET /ws HTTP") for seen in inside.heads)
@@ -413,7 +413,7 @@ async def test_a_debuggers_websocket_comes_by_the_address(previews: PreviewRig) 
         visitor = await previews.visitor()
         target = f"/devtools/browser/x?cpuos_token={token}"
         await visitor.send("\r\n".join([f"GET {target} HTTP/1.1", "Host: 127.0.0.1:7072", *lines, "", ""]).encode())
-        answer = await asyncio.wait_for(visitor.reader.readuntil(b"\r\n\r\n"), 5)
+        answer = await asyncio.wait_for(visitor.reader.readuntil(b"\r\n\r\n"), 20)
         assert answer.startswith(b"HTTP/1.1 101 ")
         assert inside.header("host") == f"localhost:{inside.port}"
 

@@ -127,7 +127,7 @@ async def test_a_private_port_opens_to_programs_only(paths: PreviewRig) -> None:
         lines = [f"{name}: {value}" for name, value in WEBSOCKET]
         head = "\r\n".join([f"GET {own}/ws?cpuos_token={token} HTTP/1.1", "Host: localhost", *lines, "", ""])
         await visitor.send(head.encode())
-        assert (await asyncio.wait_for(visitor.reader.readuntil(b"first"), 5)).startswith(b"HTTP/1.1 101 ")
+        assert (await asyncio.wait_for(visitor.reader.readuntil(b"first"), 20)).startswith(b"HTTP/1.1 101 ")
         assert inside.heads[0].startswith(b"GET /ws HTTP/1.1\r\n")
 
 
