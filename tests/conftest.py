@@ -3,10 +3,16 @@
 import os
 import signal
 
+from hypothesis import HealthCheck, settings
+
 # A shell starts background work with SIGINT ignored, and that is inherited: tests of Ctrl-C mean the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test changes the network of the machine that runs it; those that need an uplink have a sealed world for it.
 os.environ.setdefault("CPUOS_NETWORK_UPLINK", "none")
+
+# A machine that stands still for a second says nothing about what is tested.
+settings.register_profile("cpuos", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("cpuos")
 
 pytest_plugins = ["cpuos.testing.fixtures"]
