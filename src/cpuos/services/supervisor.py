@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import selectors
 import shutil
@@ -50,7 +51,10 @@ class _Watched:
 
 
 class Supervisor:
-    """One run of it; `spawn`, `clock` and the signal pipe are what a test replaces."""
+    """One run of it; `spawn`, `clock` and the signal pipe are what a test replaces.
+
+    Pauses are by a clock that nobody sets: a machine whose date goes back keeps no part waiting.
+    """
 
     def __init__(self, settings: Settings, *, spawn: Spawn, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
@@ -59,7 +63,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._watched = [_Watched(part) for part in PARTS]
         self._stopping = False
-        self._logs_checked = 0.0
+        self._logs_checked = -math.inf
 
     def run(self, stop: socket.socket) -> None:
         """Until `stop` is readable; then the parts are stopped, last started first."""
@@ -87,9 +91,8 @@ class Supervisor:
         self._write()
 
     def _start_due(self) -> None:
-        now = self._clock()
         for watched in self._watched:
-            if watched.process is None and watched.start_at <= now:
+            if watched.process is None and watched.start_at <= time.monotonic():
                 settings = _with_pinned_ports(self._settings, fresh=watched.failures >= 3)
                 process = self._spawn(watched.part, settings)
                 watched.restarts += 1
@@ -98,7 +101,7 @@ class Supervisor:
                     _reap(process)
                     self._schedule(watched)
                     continue
-                self._watch(watched, process, descriptor, since=now)
+                self._watch(watched, process, descriptor, since=self._clock())
                 self._write()
 
     def _watch(self, watched: _Watched, process: Process, descriptor: int, *, since: float) -> None:
@@ -119,10 +122,10 @@ class Supervisor:
     def _schedule(self, watched: _Watched) -> None:
         delay = min(FIRST_DELAY_S * 2**watched.failures, LONGEST_DELAY_S)
         watched.failures += 1
-        watched.start_at = self._clock() + delay
+        watched.start_at = time.monotonic() + delay
 
     def _wait_s(self) -> float:
-        due = [watched.start_at - self._clock() for watched in self._watched if watched.process is None]
+        due = [watched.start_at - time.monotonic() for watched in self._watched if watched.process is None]
         return max(min([*due, 60.0]), 0.0)
 
     def _stop_parts(self) -> None:
@@ -153,9 +156,9 @@ class Supervisor:
 
     def _rotate_logs(self) -> None:
         """Keep one older file of each log. The daemons append, so a truncated log goes on at its start."""
-        if self._clock() - self._logs_checked < 30:
+        if time.monotonic() - self._logs_checked < 30:
             return
-        self._logs_checked = self._clock()
+        self._logs_checked = time.monotonic()
         for log in self._settings.log_dir.glob("*.log"):
             if log.stat().st_size > LOG_BYTES:
                 shutil.copyfile(log, log.with_suffix(".log.1"))

@@ -83,7 +83,7 @@ class FakeApi:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
         self._thread.start()
-        ready.wait(5)
+        ready.wait(30)
 
     @property
     def url(self) -> str:
@@ -91,7 +91,7 @@ class FakeApi:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(5)
+        self._thread.join(30)
 
     def calls(self, method: str, path: str) -> list[Seen]:
         return [seen for seen in self.seen if seen.method == method and re.fullmatch(path, seen.path)]

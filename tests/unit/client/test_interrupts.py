@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from cpuos import AsyncSandbox, Sandbox
+from cpuos.testing.waiting import until
 from unit.client.fake_api import SANDBOX_ID, FakeApi, Fault, Program
 
 CREATE = "/v1/sandboxes"
@@ -45,14 +45,9 @@ def interrupt_when(happened: Any) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def wait_for(happened: Any) -> None:
-    while not happened():
-        time.sleep(0.005)
-
-
 async def cancel_when(happened: Any, running: Any) -> None:
     task = asyncio.ensure_future(running)
-    await asyncio.to_thread(wait_for, happened)
+    await until(happened)
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -74,7 +69,7 @@ def test_an_interrupted_exec_kills_its_command(api: FakeApi, stdin: bytes | None
 
 def test_an_exec_interrupted_before_its_first_answer_is_found_and_killed(api: FakeApi) -> None:
     api.program = lambda start: Program(hold=True)
-    api.faults = [Fault("POST", COMMANDS, delay_s=0.3)]
+    api.faults = [Fault("POST", COMMANDS, delay_s=60)]
     with Sandbox.create() as sbx:
         with interrupt_when(lambda: api.calls("POST", COMMANDS)), pytest.raises(KeyboardInterrupt):
             sbx.exec("sleep 100")
@@ -82,7 +77,7 @@ def test_an_exec_interrupted_before_its_first_answer_is_found_and_killed(api: Fa
 
 
 def test_an_interrupted_create_kills_what_was_made(api: FakeApi) -> None:
-    api.faults = [Fault("POST", CREATE, delay_s=0.3)]
+    api.faults = [Fault("POST", CREATE, delay_s=60)]
     with interrupt_when(lambda: api.calls("POST", CREATE)), pytest.raises(KeyboardInterrupt), Sandbox.create():
         pass
     keys = {seen.headers["idempotency-key"] for seen in api.calls("POST", CREATE)}
@@ -100,7 +95,7 @@ async def test_a_cancelled_exec_kills_its_command(api: FakeApi, stdin: bytes | N
 
 async def test_an_exec_cancelled_before_its_first_answer_is_found_and_killed(api: FakeApi) -> None:
     api.program = lambda start: Program(hold=True)
-    api.faults = [Fault("POST", COMMANDS, delay_s=0.3)]
+    api.faults = [Fault("POST", COMMANDS, delay_s=60)]
     async with await AsyncSandbox.create() as sbx:
         await cancel_when(lambda: api.calls("POST", COMMANDS), sbx.exec("sleep 100"))
         assert statuses(api) == ["killed"]
@@ -108,7 +103,7 @@ async def test_an_exec_cancelled_before_its_first_answer_is_found_and_killed(api
 
 async def test_a_spawn_cancelled_before_its_answer_is_found_and_killed(api: FakeApi) -> None:
     api.program = lambda start: Program(hold=True)
-    api.faults = [Fault("POST", COMMANDS, delay_s=0.3)]
+    api.faults = [Fault("POST", COMMANDS, delay_s=60)]
     async with await AsyncSandbox.create() as sbx:
         await cancel_when(lambda: api.calls("POST", COMMANDS), sbx.spawn("sleep 100"))
         assert statuses(api) == ["killed"]
@@ -119,7 +114,7 @@ async def test_a_cancelled_create_kills_what_was_made(api: FakeApi) -> None:
         async with await AsyncSandbox.create():
             pass
 
-    api.faults = [Fault("POST", CREATE, delay_s=0.3)]
+    api.faults = [Fault("POST", CREATE, delay_s=60)]
     await cancel_when(lambda: api.calls("POST", CREATE), create())
     assert api.killed == [SANDBOX_ID]
 
@@ -136,9 +131,17 @@ async def test_a_block_that_is_cancelled_kills_its_sandbox(api: FakeApi) -> None
 async def test_a_timeout_of_the_callers_own(api: FakeApi) -> None:
     api.program = lambda start: Program(hold=True)
     async with await AsyncSandbox.create() as sbx:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
+        timeout = asyncio.timeout(None)
+
+        async def run() -> None:
+            async with timeout:
                 await sbx.exec("sleep 100")
+
+        running = asyncio.create_task(run())
+        await until(lambda: api.commands)
+        timeout.reschedule(asyncio.get_running_loop().time())
+        with pytest.raises(TimeoutError):
+            await running
         assert statuses(api) == ["killed"]
 
 

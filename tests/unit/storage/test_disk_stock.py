@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from cpuos.node.storage.folders import is_mounted, remove_disk
 from cpuos.node.storage.image import make_image
 from cpuos.node.storage.loop import loops_below
 from cpuos.node.storage.stock import DEPTH, KINDS, DiskStock
+from cpuos.testing.waiting import until
 from cpuos.types.sandbox import SandboxCreate
 
 ID = "a" * 20
@@ -55,12 +56,6 @@ async def filled(folder: Path, maker: Maker, *, size_mib: int = 64) -> AsyncIter
     finally:
         await made.close()
     assert os.listdir(folder) == []
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 def sizes(made: DiskStock) -> list[int]:
