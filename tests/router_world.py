@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from cpuos.node.network.plan import HUB_MAC, WAN_MAC, BlockPlan
 from cpuos.node.network.router import Router
 from cpuos.node.network.rules import PEEK_PORT, base_rules
 from cpuos.node.network.slot import guest_name, make_slot, release_slot, router_name
+from cpuos.node.network.surroundings import Surroundings
 from cpuos.types.network import EffectivePolicy
 from packets import Packet, ethernet, read_packet, udp_frame
 
@@ -202,19 +203,20 @@ def router_world(
     *,
     limits: NetworkLimits = AMPLE,
     exemptions: Collection[Exemption] = (),
-    host_addresses: Collection[IPv4Address] = (),
+    surroundings: Surroundings | None = None,
 ) -> Iterator[RouterWorld]:
     outside = folder / "outside"
     with contextlib.ExitStack() as made:
         made.callback(release_namespace, outside)
         made.callback(release_slot, folder / "slot")
         in_fresh_thread(lambda: _keep_new(outside))
-        rules = base_rules(PLAN, limits=limits, exemptions=exemptions, host_addresses=host_addresses)
+        surroundings = surroundings or Surroundings()
+        rules = base_rules(PLAN, limits=limits, exemptions=exemptions, surroundings=surroundings)
         make_slot(folder / "slot", PLAN, hub=outside, load_rules=lambda plan: _load(rules))
         inside(outside, _own_every_address)
         router = Router.open(router_name(folder / "slot"), exemptions=exemptions)
         made.callback(router.close)
-        router.set_host_addresses(host_addresses)
+        router.set_surroundings(surroundings)
         world = RouterWorld(folder, router)
         made.callback(world.close)
         yield world

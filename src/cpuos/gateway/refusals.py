@@ -156,6 +156,8 @@ def explain(refusal: Any) -> str:
         happened = f"The connection to {where} was refused by network policy ({refusal.rule})."
     if refusal.rule.startswith("always blocked"):
         return f"{happened} This is blocked for every sandbox; do not try again."
+    if refusal.rule == "no uplink":
+        return f"{happened} This machine has no way out to it; do not try again."
     if "allow list" in refusal.rule:
         return f"{happened} Trying again will not help; whoever owns the sandbox can add {where} to its allow list."
     return f"{happened} Trying again will not help; whoever owns the sandbox can change its network policy."

@@ -296,6 +296,22 @@ async def test_rebinding_is_filtered(rig, network, address, block) -> None:
     assert {r["rule"] for r in rig.records() if r.get("verdict")} == {f"always blocked: {block}"}
 
 
+async def test_without_a_way_to_a_resolver_names_are_refused_by_that_rule(rig) -> None:
+    rig.world.resolvers = (ipaddress.IPv4Address("1.1.1.1"), ipaddress.IPv4Address("9.9.9.9"))
+    rig.world.reach = (ipaddress.IPv4Network("80.90.100.0/24"),)
+    forwarder = rig.add(ALLOW)
+    for kind in ("A", "AAAA"):
+        answer = await rig.ask("a.good.example", kind)
+        assert (answer.rcode(), words(answer)) == (REFUSED, (22, "cpuos network policy: no uplink"))
+    assert words(await rig.ask("a.bad.example")) == (17, "cpuos network policy: not in the sandbox allow list")
+    assert rig.resolver.asked == []
+    assert [r["rule"] for r in rig.records()] == ["no uplink"] * 2 + ["not in the sandbox allow list"]
+    rig.world.reach = (ipaddress.IPv4Network("9.9.9.9/32"),)
+    forwarder.forget_answers()
+    rig.resolver.zone[("a.good.example", "A")] = [f"a.good.example. 60 IN A {WEB}"]
+    assert addresses(await rig.ask("a.good.example")) == [WEB]
+
+
 async def test_an_address_that_becomes_the_hosts_is_filtered_at_once(rig) -> None:
     forwarder = rig.add("internet")
     assert addresses(await rig.ask("www.example")) == [WEB, "93.184.215.15"]

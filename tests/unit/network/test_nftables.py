@@ -22,6 +22,7 @@ from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.plan import BlockPlan
 from cpuos.node.network.policy_rules import NamedAddress, learn_rules, name_set_names, policy_rules
 from cpuos.node.network.rules import base_rules, host_rules
+from cpuos.node.network.surroundings import Surroundings
 from router_world import judge
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -128,9 +129,9 @@ def test_many_threads_at_once(tmp_path):
 
 
 VOCABULARY = """
-accept accepted add answer burst chain counter cpuos daddr delete dport element elements flags flush goto group host ip
-ipv4_addr l4proto layers limit limited log mark meta name open packets prefix queue-threshold rate refused return rule
-set size snaplen tcp th timeout type udp
+accept accepted add answer burst chain counter cpuos daddr delete dport element elements flags flush goto group host
+ip ipv4_addr l4proto layers limit limited log mark meta name open outside packets prefix queue-threshold rate
+refused return rule set size snaplen tcp th timeout type udp
 """
 NUMBERS = re.compile(
     r"""\d+(-\d+)?s?|\d+/second|(\d{1,3}\.){3}\d{1,3}(/\d{1,2})?|layer_\d|@?(named|denied)_\d+_\d+_\d+
@@ -177,12 +178,16 @@ def test_a_target_with_rules_in_it_is_none(evil):
         judge({"allow": [evil]})
 
 
-@given(st.lists(st.integers(0, 2**32 - 1).map(IPv4Address), max_size=5))
-def test_host_rules(addresses):
-    script = host_rules(addresses)
+ADDRESSES = st.lists(st.integers(0, 2**32 - 1).map(IPv4Address), max_size=5).map(tuple)
+
+
+@given(ADDRESSES, ADDRESSES)
+def test_host_rules(addresses, reach):
+    script = host_rules(Surroundings(addresses=addresses, reach=tuple(map(IPv4Network, reach))))
     assert script.startswith("flush set ip cpuos host\n")
+    assert "flush set ip cpuos outside\n" in script
     _assert_plain(script)
-    assert all(str(address) in script for address in addresses)
+    assert all(str(address) in script for address in (*addresses, *reach))
 
 
 def test_the_largest_policy_there_can_be(tmp_path):

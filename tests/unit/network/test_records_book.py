@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,27 @@ def test_refusals_in_words(rig, packet, rule):
     rig.settle()
     [entry] = rig.entries()
     assert (entry["event"], entry["rule"]) == ("refused", rule)
+
+
+@pytest.mark.parametrize(
+    ("packet", "rule"),
+    [
+        ({"address": IPv4Address("1.2.3.4")}, "no uplink"),
+        ({"address": IPv4Address("1.2.9.9")}, "the address is not current for the name: look it up again"),
+        ({"address": IPv4Address("5.6.7.8")}, "not in the sandbox allow list"),
+        ({"address": IPv4Address("10.1.2.3")}, "always blocked: private"),
+    ],
+    ids=["allowed and not reached", "reached", "not allowed", "blocked"],
+)
+def test_a_refusal_for_want_of_a_way(rig, packet, rule):
+    """Of what the policy allows; what it does not is told as its own."""
+    rig.open({"allow": ["web.test"]})
+    rig.book.reach = [IPv4Network("1.2.9.0/24")]
+    for address in ("1.2.3.4", "1.2.9.9"):
+        rig.tell(event="resolved", name="web.test", address=address)
+    rig.log(**{"prefix": "d 1", **packet})
+    rig.settle()
+    assert [(entry["event"], entry["rule"]) for entry in rig.entries()] == [("refused", rule)]
 
 
 def test_equal_refusals_are_one_with_a_count(rig):

@@ -24,8 +24,10 @@ import packets
 from cpuos.node.network.conntrack import ConntrackSocket
 from cpuos.node.network.log_sockets import open_end_socket, open_log_socket
 from cpuos.node.network.nftables import NftContext
+from cpuos.node.network.workers.calls import Operation
+from cpuos.node.network.workers.channel import Descriptors
 from cpuos.node.network.workers.lockdown import confinement_of
-from cpuos.node.network.workers.messages import Close, Hub, Open, RouterCounts, Start
+from cpuos.node.network.workers.messages import Close, Hub, Open, RouterCounts, Start, WantCounts
 from cpuos.node.network.workers.supervisor import StartCall, Timing, Worker
 from router_world import RouterWorld, router_world
 
@@ -74,6 +76,8 @@ class Node:
         self.listener.listen()
         self.feeds = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
         self.log_buffer: int | None = None
+        self.asked = 0
+        """How often the worker wanted counters."""
         self.worker = Worker(
             "records",
             start=lambda: StartCall(
@@ -81,6 +85,7 @@ class Node:
                 descriptors=[*(theirs.fileno() for _, theirs in self.feeds), self.listener.fileno()],
             ),
             on_restart=self.open,
+            questions=[Operation(WantCounts, self.give_counts)],
             timing=Timing(first_backoff_s=0.01),
         )
 
@@ -95,6 +100,11 @@ class Node:
             if self.log_buffer is not None:
                 log.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.log_buffer)
             await worker.request(opened, descriptors=[log.fileno()])
+
+    async def give_counts(self, message: WantCounts, descriptors: Descriptors) -> None:
+        assert message.sandbox == SANDBOX
+        self.asked += 1
+        await self.count()
 
     async def count(self, *, since: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         """Tell it the router's counters; what they are beyond `since`."""
@@ -121,6 +131,17 @@ class Node:
             _, page = await self.get(f"/v1/connections?after={page['next']}&limit=5000")
             found += page["entries"]
         return found
+
+    async def refused(self) -> list[dict[str, Any]]:
+        """What was refused of a policy, or is known of it by counters."""
+        return [entry for entry in await self.entries() if entry["event"] in ("refused", "gap")]
+
+    async def until_refused(self, count: int) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + 20
+        while sum(entry["count"] for entry in await self.refused()) < count:
+            assert time.monotonic() < deadline, await self.refused()
+            await asyncio.sleep(0.05)
+        return await self.refused()
 
     async def until(self, event: str) -> dict[str, Any]:
         async with asyncio.timeout(10):
@@ -214,15 +235,29 @@ async def test_a_flood_of_refusals_is_counted_whole(world, node):
     before = await node.begin()
     await asyncio.to_thread(world.send, *(packets.udp_frame(WEB, 1000 + n % 50) for n in range(3000)))
     await asyncio.to_thread(world.settle)
+    entries = await node.until_refused(3000)
+    gaps = [entry for entry in entries if entry["event"] == "gap"]
+    assert {(gap["verdict"], gap["kind"]) for gap in gaps} == {("refused", "gap")}
+    assert 2000 < sum(gap["count"] for gap in gaps) < 3000
+    assert len(entries) < 200
     _, refused = await node.count(since=before)
     assert refused == 3000
-    entries = [entry for entry in await node.entries() if entry["event"] in ("refused", "gap")]
-    await asyncio.sleep(1.5)
-    entries = [entry for entry in await node.entries() if entry["event"] in ("refused", "gap")]
-    assert sum(entry["count"] for entry in entries) == 3000
-    [gap] = [entry for entry in entries if entry["event"] == "gap"]
-    assert (gap["verdict"], gap["kind"]) == ("refused", "gap")
-    assert len(entries) < 200
+    assert sum(entry["count"] for entry in await node.refused()) == 3000, "nothing is told twice"
+
+
+async def test_a_flood_is_told_while_it_goes_on_and_a_quiet_sandbox_is_not_counted(world, node):
+    await node.open(node.worker, "off")
+    before = await node.begin()
+    for told in range(1, 4):
+        await asyncio.to_thread(world.send, *(packets.udp_frame(WEB, 1000 + n) for n in range(500)))
+        await asyncio.to_thread(world.settle)
+        assert sum(entry["count"] for entry in await node.until_refused(500 * told)) == 500 * told
+    _, refused = await node.count(since=before)
+    assert refused == 1500
+    asked = node.asked
+    await asyncio.to_thread(world.send, packets.udp_frame(WEB, 9))
+    await node.until_refused(1501)
+    assert node.asked - asked <= 2, "the spell after the last flood, and no more"
 
 
 async def test_what_a_full_buffer_loses_is_a_gap(world, node):

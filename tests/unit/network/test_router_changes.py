@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
@@ -14,6 +14,7 @@ from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.router import Router
 from cpuos.node.network.rules import GUEST_FLOW, NODE_FLOW, PEEK_FLOW, base_rules, base_stamp
+from cpuos.node.network.surroundings import Surroundings
 from router_world import AMPLE, PLAN, RouterWorld, judge, router_world
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -230,7 +231,8 @@ def test_a_later_daemon_with_other_base_rules_puts_them_in(tmp_path):
             before = world.router.counters()
             world.router.apply(judge({"allow": [ONE, "two.test"]}, version=2), base=base_rules(PLAN, limits=AMPLE))
             assert world.router.counters() == before, "these are there"
-            other = base_rules(PLAN, limits=AMPLE, exemptions=[exemption], host_addresses=[IPv4Address("5.5.5.5")])
+            host = Surroundings(addresses=(IPv4Address("5.5.5.5"),))
+            other = base_rules(PLAN, limits=AMPLE, exemptions=[exemption], surroundings=host)
             world.router.apply(judge({"deny": ["9.9.9.9"]}, version=3), base=other)
             assert world.router.counters().allowed == 0
             assert talk(one) == b"hello"
@@ -243,15 +245,39 @@ def test_a_later_daemon_with_other_base_rules_puts_them_in(tmp_path):
 
 def test_hosts_own_addresses_follow(world):
     with world.server(PORT), open_connection(world, ONE) as one:
-        world.router.set_host_addresses([IPv4Address(ONE)])
+        world.router.set_surroundings(Surroundings(addresses=(IPv4Address(ONE),)))
         try:
             assert world.connect(ONE, PORT) == "Connection refused"
             assert [str(flow.address) for flow in world.router.cut(judge("internet"), no_names)] == [ONE]
             with pytest.raises(ConnectionResetError):
                 talk(one)
         finally:
-            world.router.set_host_addresses([])
+            world.router.set_surroundings(Surroundings())
         assert world.connect(ONE, PORT) == "connected"
+
+
+def test_what_the_host_has_no_way_to_is_refused(world):
+    """Whatever the policy says, and whether it is known by address or by name; what is open stays as it is."""
+    near = IPv4Network(f"{ONE}/32")
+    with world.server(PORT), open_connection(world, ONE) as one:
+        try:
+            world.router.set_surroundings(Surroundings(reach=(near,)))
+            assert world.connect(ONE, PORT) == "connected"
+            assert world.connect(OTHER, PORT) == "Connection refused"
+            world.router.set_surroundings(Surroundings(reach=()))
+            before = world.router.counters()
+            assert world.connect(ONE, PORT) == "Connection refused"
+            assert talk(one) == b"hello"
+            after = world.router.counters()
+            assert (after.refused - before.refused, after.allowed) == (1, before.allowed)
+            world.apply({"allow": [ONE, "one.test"]}, version=2)
+            world.router.learn([NamedAddress(name="one.test", address=IPv4Address(ONE), ttl_s=60)])
+            assert world.connect(ONE, 443) == "Connection refused"
+            assert world.router.counters().peeked == before.peeked
+        finally:
+            world.router.set_surroundings(Surroundings())
+            world.apply("internet", version=3)
+        assert world.connect(OTHER, PORT) == "connected"
 
 
 def test_closed_is_closed(tmp_path):

@@ -15,6 +15,7 @@ from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 from cpuos.node.network.conntrack import read_flows
 from cpuos.node.network.log_sockets import open_end_socket, open_log_socket
 from cpuos.node.network.rules import LOG_GROUP
+from cpuos.node.network.surroundings import Surroundings
 from router_world import PLAN, RouterWorld, router_world
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -29,7 +30,7 @@ EXEMPTIONS = [
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    with router_world(folder, exemptions=EXEMPTIONS, host_addresses=[IPv4Address(HOST)]) as made:
+    with router_world(folder, exemptions=EXEMPTIONS, surroundings=Surroundings(addresses=(IPv4Address(HOST),))) as made:
         yield made
 
 

@@ -16,6 +16,7 @@ from cpuos.node.network.blocked import ALWAYS_BLOCKED, Exemption, blocked_reason
 from cpuos.node.network.judge import Judge, Passage
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.rules import GUEST_FLOW
+from cpuos.node.network.surroundings import Surroundings
 from router_world import RouterWorld, judge, router_world
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="needs root"), pytest.mark.timeout(300)]
@@ -40,7 +41,7 @@ FRAMES = [
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    with router_world(folder, exemptions=EXEMPTIONS, host_addresses=[HOST]) as made:
+    with router_world(folder, exemptions=EXEMPTIONS, surroundings=Surroundings(addresses=(HOST,))) as made:
         yield made
 
 

@@ -23,6 +23,7 @@ from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.plan import BlockPlan, SlotPlan
 from cpuos.node.network.rules import base_rules
 from cpuos.node.network.slot import make_slot, release_slot
+from cpuos.node.network.surroundings import Surroundings
 
 __all__ = ["SlotRecipe", "main"]
 
@@ -38,7 +39,7 @@ class SlotRecipe:
     hub: Path
     block: IPv4Network
     exemptions: tuple[Exemption, ...] = ()
-    host_addresses: tuple[IPv4Address, ...] = ()
+    surroundings: Surroundings = field(default_factory=Surroundings)
     limits: NetworkLimits = field(default_factory=NetworkLimits)
 
     def make(self, number: int) -> None:
@@ -52,7 +53,7 @@ class SlotRecipe:
 
     def rules(self, plan: SlotPlan) -> str:
         """The base rules of its router."""
-        return base_rules(plan, limits=self.limits, exemptions=self.exemptions, host_addresses=self.host_addresses)
+        return base_rules(plan, limits=self.limits, exemptions=self.exemptions, surroundings=self.surroundings)
 
     def _load_rules(self, plan: SlotPlan) -> None:
         context = NftContext()
@@ -70,7 +71,8 @@ class SlotRecipe:
                 {"name": rule.name, "address": str(rule.address), "port": rule.port, "protocol": rule.protocol}
                 for rule in self.exemptions
             ],
-            "host_addresses": [str(address) for address in self.host_addresses],
+            "host_addresses": [str(address) for address in self.surroundings.addresses],
+            "reach": [str(network) for network in self.surroundings.reach],
             "limits": asdict(self.limits),
         }
 
@@ -83,7 +85,10 @@ class SlotRecipe:
             exemptions=tuple(
                 Exemption(**{**rule, "address": IPv4Address(rule["address"])}) for rule in value["exemptions"]
             ),
-            host_addresses=tuple(IPv4Address(address) for address in value["host_addresses"]),
+            surroundings=Surroundings(
+                addresses=tuple(map(IPv4Address, value["host_addresses"])),
+                reach=tuple(map(IPv4Network, value["reach"])),
+            ),
             limits=NetworkLimits(**value["limits"]),
         )
 

@@ -40,7 +40,9 @@ class Route:
 
     network: ipaddress.IPv4Network
     device: str
-    """Empty where there is none: blackholes and the like."""
+    """Empty where there is none, or are several: blackholes, and routes that share their load."""
+    is_way: bool = True
+    """Whether packets go anywhere by it: no blackhole, and nothing that ends here."""
 
 
 class RouteNetlink:
@@ -114,12 +116,13 @@ class RouteNetlink:
         """Every IPv4 route of every table."""
         found = []
         for body in self._dump(_RTM_GETROUTE, _ROUTE.pack(socket.AF_INET, *[0] * 8)):
-            family, prefix, *_ = _ROUTE.unpack_from(body)
+            family, prefix, *_, kind, _ = _ROUTE.unpack_from(body)
             if family != socket.AF_INET:
                 continue
             attributes = dict(_attributes(body[_ROUTE.size :]))
             network = ipaddress.IPv4Network((attributes.get(_RTA_DST, b"\0" * 4), prefix))
-            found.append(Route(network=network, device=_device(attributes.get(_RTA_OIF))))
+            device = _device(attributes.get(_RTA_OIF))
+            found.append(Route(network=network, device=device, is_way=kind == _RTN_UNICAST))
         return found
 
     def addresses(self) -> list[tuple[str, ipaddress.IPv4Interface]]:

@@ -28,11 +28,11 @@ from cpuos.node.network.exceptions import parse_exceptions
 from cpuos.node.network.hub import Hub
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.maker import SlotRecipe
-from cpuos.node.network.netlink import RouteNetlink
 from cpuos.node.network.plan import BlockPlan, host_link
 from cpuos.node.network.pool import SlotNumbers, SlotPool
 from cpuos.node.network.router import Counters, Router
 from cpuos.node.network.slot import arm_slot, guest_name, open_socket, release_slot, router_name
+from cpuos.node.network.surroundings import Surroundings, read_surroundings
 from cpuos.node.network.taken import TakenSlot
 from cpuos.node.network.worker_set import WorkerConfig, WorkerSet
 from cpuos.runtimes.base import AGENT_PORT, GUEST_ADDRESS, GuestLink
@@ -43,7 +43,7 @@ __all__ = ["Network", "NetworkConfig"]
 
 log = structlog.get_logger("cpuos.node.network")
 
-HOST_ADDRESSES_EVERY_S = 5.0
+HOST_EVERY_S = 5.0
 READOPT_TRIES, READOPT_PAUSE_S = 4, 0.25
 _SPARE_SLOTS = 16
 _LINK = re.compile(rf"({SANDBOX_ID_PATTERN.strip('^$')})\.slot")
@@ -82,7 +82,7 @@ class Network:
             config.folder, instance_id=config.instance_id, uplink=config.uplink, exemptions=self._exemptions
         )
         self._slots: dict[str, TakenSlot] = {}
-        self._host_addresses: tuple[IPv4Address, ...] = ()
+        self._surroundings = Surroundings()
         self._watch: asyncio.Task[None] | None = None
         self.workers = WorkerSet(
             WorkerConfig(
@@ -104,7 +104,7 @@ class Network:
         """Make the hub, or take over that of an earlier daemon, and begin to fill the pool."""
         try:
             self._plan = await asyncio.to_thread(self._open_hub)
-            self._host_addresses = await asyncio.to_thread(_host_addresses)
+            self._surroundings = await asyncio.to_thread(self._look_around)
             await asyncio.to_thread(self._remove_unused)
         except OSError as problem:
             raise PlatformError("cannot make the sandboxes' network", str(problem), hint="cpuos doctor") from problem
@@ -115,9 +115,9 @@ class Network:
             prepare=self._prepare,
             discard=self._discard,
         )
-        self.workers.start(self._host_addresses)
+        self.workers.start(self._surroundings)
         self.pool.start()
-        self._watch = asyncio.create_task(self._watch_host(), name="cpuos-host-addresses")
+        self._watch = asyncio.create_task(self._watch_host(), name="cpuos-host-network")
 
     async def close(self) -> None:
         """Let go. What sandboxes may and may not reach stays as it is, but for names: the forwarder ends."""
@@ -210,7 +210,7 @@ class Network:
         router = await asyncio.to_thread(self._open_router, folder)
         slot = self._make_taken(folder, router)
         try:
-            await asyncio.to_thread(router.set_host_addresses, self._host_addresses)
+            await asyncio.to_thread(router.set_surroundings, self._surroundings)
             # An earlier daemon may have had other exceptions, or rules of another version.
             with contextlib.suppress(PlatformError, TypeError):
                 slot.counted_before = await slot.counters()
@@ -288,7 +288,7 @@ class Network:
             hub=self._hub.path,
             block=self._plan.network,
             exemptions=self._exemptions,
-            host_addresses=self._host_addresses,
+            surroundings=self._surroundings,
             limits=self._config.limits,
         )
 
@@ -324,27 +324,25 @@ class Network:
                 release_slot(self._folder / name)
 
     async def _watch_host(self) -> None:
-        """Keep to the host's own addresses as they come and go: no sandbox reaches them."""
+        """Keep to the host's own addresses, which no sandbox reaches, and its ways out, as they come and go."""
         followed = True
         while True:
-            await asyncio.sleep(HOST_ADDRESSES_EVERY_S)
+            await asyncio.sleep(HOST_EVERY_S)
             try:
-                addresses = await asyncio.to_thread(_host_addresses)
-                if addresses == self._host_addresses and followed:
+                seen = await asyncio.to_thread(self._look_around)
+                if seen == self._surroundings and followed:
                     continue
-                self._host_addresses, followed = addresses, False
-                log.info("host addresses changed", addresses=[str(address) for address in addresses])
-                await asyncio.gather(*(slot.set_host_addresses(addresses) for slot in list(self._slots.values())))
-                await self.workers.set_host_addresses(addresses)
+                self._surroundings, followed = seen, False
+                log.info("host network changed", addresses=[*map(str, seen.addresses)], reach=[*map(str, seen.reach)])
+                await asyncio.gather(*(slot.set_surroundings(seen) for slot in list(self._slots.values())))
+                await self.workers.set_surroundings(seen)
                 await self.pool.drain()
                 followed = True
             except (OSError, CpuosError):
-                log.exception("host addresses not followed yet")
+                log.exception("host network not followed yet")
 
-
-def _host_addresses() -> tuple[IPv4Address, ...]:
-    with RouteNetlink() as host:
-        return tuple(sorted({address.ip for _, address in host.addresses() if not address.ip.is_loopback}))
+    def _look_around(self) -> Surroundings:
+        return read_surroundings(self._config.uplink, own_link=host_link(self._config.instance_id))
 
 
 def _release_linked(link: Path) -> None:

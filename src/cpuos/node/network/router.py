@@ -21,6 +21,7 @@ from cpuos.node.network.namespaces import in_fresh_thread
 from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.policy_rules import NamedAddress, learn_rules, name_set_names, policy_rules
 from cpuos.node.network.rules import GUEST_FLOW, PEEK_FLOW, PEEK_SOCKET_MARK, TABLE, base_stamp, host_rules
+from cpuos.node.network.surroundings import Surroundings
 from cpuos.runtimes.base import ROUTER_ADDRESS
 
 __all__ = ["Counters", "NamesOf", "Router"]
@@ -62,7 +63,7 @@ class Router:
     def __init__(self, *, exemptions: Collection[Exemption] = (), named_addresses: int = 8192) -> None:
         self._exemptions = tuple(exemptions)
         self._named_addresses = named_addresses
-        self._host_addresses: frozenset[IPv4Address] = frozenset()
+        self._surroundings = Surroundings()
         self._judge: Judge | None = None
         self._generation = 0
         self._name_sets: list[str] = []
@@ -116,10 +117,10 @@ class Router:
 
         self._inside(work)
 
-    def set_host_addresses(self, addresses: Collection[IPv4Address]) -> None:
+    def set_surroundings(self, surroundings: Surroundings) -> None:
         def work() -> None:
-            self._nft.run(host_rules(addresses))
-            self._host_addresses = frozenset(addresses)
+            self._nft.run(host_rules(surroundings))
+            self._surroundings = surroundings
 
         self._inside(work)
 
@@ -202,7 +203,7 @@ class Router:
             protocol=protocol,
             port=port,
             exemptions=self._exemptions,
-            host_addresses=self._host_addresses,
+            host_addresses=self._surroundings.addresses,
         )
         if blocked:
             return False

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable
-from ipaddress import IPv4Address
+from collections.abc import Iterable
 from string import Template
 
 from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.plan import GUEST_MAC, LAN, ROUTER_MAC, WAN, SlotPlan
+from cpuos.node.network.surroundings import Surroundings
 from cpuos.runtimes.base import GUEST_ADDRESS, ROUTER_ADDRESS
 
 __all__ = [
@@ -99,6 +99,7 @@ table ip $table {
   counter undialled { }
   set blocked { type ipv4_addr; flags interval; elements = { $blocked } }
   set host { type ipv4_addr; $host }
+  set outside { type ipv4_addr; flags interval; $outside }
   set exempt { type ipv4_addr . inet_proto . inet_service; $exempt }
 
   chain $stamp { }
@@ -109,6 +110,7 @@ $layer_chains
     meta mark set 0
     meta l4proto != { tcp, udp, icmp } return
     meta l4proto icmp icmp type != echo-request return
+    ip daddr != @outside return
     ip daddr . meta l4proto . th dport @exempt goto layers
     ip daddr @host return
     ip daddr @blocked return
@@ -210,7 +212,7 @@ def base_rules(
     *,
     limits: NetworkLimits | None = None,
     exemptions: Iterable[Exemption] = (),
-    host_addresses: Collection[IPv4Address] = (),
+    surroundings: Surroundings = Surroundings(),
 ) -> str:
     """One transaction that puts the router's tables in place of earlier ones. The device `lan` must be there."""
     limits = limits or NetworkLimits()
@@ -240,14 +242,14 @@ def base_rules(
         peek_flow=PEEK_FLOW,
         peek_socket=PEEK_SOCKET_MARK,
     )
-    plain = _BASE.substitute(values, host="", stamp="base_0")
+    plain = _BASE.substitute(values, host="", outside="", stamp="base_0")
     stamp = f"base_{hashlib.sha256(plain.encode()).hexdigest()[:16]}"
-    host = _elements(str(address) for address in sorted(host_addresses))
-    return _BASE.substitute(values, host=host, stamp=stamp) + verdict_rules(0)
+    host, outside = _elements(map(str, surroundings.addresses)), _elements(map(str, surroundings.reach))
+    return _BASE.substitute(values, host=host, outside=outside, stamp=stamp) + verdict_rules(0)
 
 
 def base_stamp(base: str) -> str:
-    """The name of a chain that only these base rules have, whatever the host's addresses: a router that has it, has
+    """The name of a chain that only these base rules have, whatever the host's surroundings: a router that has it, has
     them."""
     match = re.search(r"chain (base_[0-9a-f]{16}) ", base)
     if match is None:
@@ -255,11 +257,14 @@ def base_stamp(base: str) -> str:
     return match[1]
 
 
-def host_rules(addresses: Collection[IPv4Address]) -> str:
-    """One transaction that makes these the host's own addresses."""
-    elements = ", ".join(str(address) for address in sorted(addresses))
-    fill = f"add element ip {TABLE} host {{ {elements} }}\n" if elements else ""
-    return f"flush set ip {TABLE} host\n{fill}"
+def host_rules(surroundings: Surroundings) -> str:
+    """One transaction that makes these the host's own addresses, and what it has a way to."""
+    script = ""
+    for name, elements in (("host", surroundings.addresses), ("outside", surroundings.reach)):
+        script += f"flush set ip {TABLE} {name}\n"
+        if elements:
+            script += f"add element ip {TABLE} {name} {{ {', '.join(map(str, elements))} }}\n"
+    return script
 
 
 def verdict_rules(version: int) -> str:

@@ -14,6 +14,7 @@ from cpuos.node.network.judge import Judge
 from cpuos.node.network.plan import SlotPlan
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.router import Counters, Router
+from cpuos.node.network.surroundings import Surroundings
 from cpuos.types.network import EffectivePolicy
 
 __all__ = ["TakenSlot"]
@@ -57,9 +58,9 @@ class TakenSlot:
             self._remember(learned)
             await asyncio.to_thread(self._router.learn, learned)
 
-    async def set_host_addresses(self, addresses: Collection[IPv4Address]) -> None:
+    async def set_surroundings(self, surroundings: Surroundings) -> None:
         async with self.lock:
-            await asyncio.to_thread(self._router.set_host_addresses, addresses)
+            await asyncio.to_thread(self._router.set_surroundings, surroundings)
 
     async def peek_sockets(self, count: int) -> list[socket.socket]:
         return await asyncio.to_thread(self._router.peek_sockets, count)

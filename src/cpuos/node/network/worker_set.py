@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -28,6 +28,7 @@ from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.router import Counters
 from cpuos.node.network.slot import router_name
 from cpuos.node.network.sockets import close_all, open_for_workers
+from cpuos.node.network.surroundings import Surroundings
 from cpuos.node.network.taken import TakenSlot
 from cpuos.node.network.workers.calls import Done, Operation
 from cpuos.node.network.workers.channel import Descriptors, Message
@@ -43,6 +44,7 @@ from cpuos.node.network.workers.messages import (
     RouterCounts,
     Sockets,
     Start,
+    WantCounts,
     WantSockets,
 )
 from cpuos.node.network.workers.supervisor import StartCall, Worker
@@ -85,14 +87,18 @@ class WorkerSet:
         self._config = config
         self._hub = hub
         self._slots = slots
-        self._host_addresses: tuple[IPv4Address, ...] = ()
+        self._surroundings = Surroundings()
         self._feeds: dict[str, tuple[socket.socket, socket.socket]] = {}
         self._records: socket.socket | None = None
         self._patient_until = 0.0
         self._starting: asyncio.Task[None] | None = None
         self._processes: Counter[str] = Counter()
         """By worker: how many processes of it there were."""
-        questions = {DNS: [Operation(Learn, self._learn)], PEEK: [Operation(WantSockets, self._give_sockets)]}
+        questions: dict[str, list[Operation[Any]]] = {
+            DNS: [Operation(Learn, self._learn)],
+            PEEK: [Operation(WantSockets, self._give_sockets)],
+            RECORDS: [Operation(WantCounts, self._give_counts)],
+        }
         self.workers = {
             name: Worker(
                 name,
@@ -104,9 +110,9 @@ class WorkerSet:
             for name in (RECORDS, DNS, PEEK)
         }
 
-    def start(self, host_addresses: Sequence[IPv4Address]) -> None:
+    def start(self, surroundings: Surroundings) -> None:
         """Begin: the daemon answers meanwhile, and the first slots wait."""
-        self._host_addresses = tuple(host_addresses)
+        self._surroundings = surroundings
         for name in (DNS, PEEK):
             self._feeds[name] = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
             with contextlib.suppress(PermissionError):
@@ -163,9 +169,9 @@ class WorkerSet:
         close = Close(sandbox=sandbox_id)
         await asyncio.gather(*(self._tell(name, close) for name in self.workers))
 
-    async def set_host_addresses(self, addresses: Sequence[IPv4Address]) -> None:
-        self._host_addresses = tuple(addresses)
-        host = Host(host_addresses=list(addresses))
+    async def set_surroundings(self, surroundings: Surroundings) -> None:
+        self._surroundings = surroundings
+        host = Host(host_addresses=list(surroundings.addresses), reach=list(surroundings.reach))
         await asyncio.gather(*(self._tell(name, host) for name in self.workers))
 
     # starting, and starting again
@@ -191,7 +197,8 @@ class WorkerSet:
         config = self._config
         message = Start(
             resolvers=list(config.resolvers),
-            host_addresses=list(self._host_addresses),
+            host_addresses=list(self._surroundings.addresses),
+            reach=list(self._surroundings.reach),
             state_dir=str(config.state_dir) if name == RECORDS else "",
             socket_path=str(config.socket_path) if name == RECORDS else "",
             peer_uids=list(config.peer_uids) if name == RECORDS else [],
@@ -288,6 +295,11 @@ class WorkerSet:
     async def _learn(self, message: Learn, descriptors: Descriptors) -> None:
         rows = [NamedAddress(name=message.name, address=row.address, ttl_s=row.ttl_s) for row in message.addresses]
         await self._slot(message.sandbox).learn(rows)
+
+    async def _give_counts(self, message: WantCounts, descriptors: Descriptors) -> None:
+        slot = self._slot(message.sandbox)
+        if not slot.is_closed:  # its end counts
+            await self._count(message.sandbox, slot)
 
     async def _give_sockets(self, message: WantSockets, descriptors: Descriptors) -> None:
         made = await self._slot(message.sandbox).peek_sockets(message.count)

@@ -32,12 +32,14 @@ from cpuos.node.network.forwarder.sifting import BadAnswer, sift
 from cpuos.node.network.forwarder.special import RESOLVER_CANARY, special_name
 from cpuos.node.network.forwarder.upstream import Upstream, UpstreamFailed
 from cpuos.node.network.judge import Judge, Judgement
+from cpuos.node.network.surroundings import EVERYWHERE, NO_UPLINK, is_reached
 from cpuos.types.network import EffectivePolicy
 
 __all__ = ["Limits", "SandboxForwarder", "World"]
 
 Address = ipaddress.IPv4Address
 _EXEMPTION_TTL_S = 60
+_CUT_OFF = Refusal(rule=NO_UPLINK, code=NO_ANSWER)
 _OWN = ("sandbox ", "not in the sandbox ")  # how the rules of the sandbox's own policy begin
 
 # What programs ask for. The rest is refused by name: transfers, ANY, and types that carry anything (NULL, private use).
@@ -104,8 +106,16 @@ class World:
     clock: Callable[[], float] = time.monotonic
     limits: Limits = field(default_factory=Limits)
     host_addresses: frozenset[Address] = frozenset()
+    reach: tuple[ipaddress.IPv4Network, ...] = EVERYWHERE
+    """Where the host has a way to."""
+    resolvers: tuple[Address, ...] | None = None
+    """Whom `upstream` asks, where that is known: without a way to any of them no name is resolved."""
     most_in_flight: int = 1024
     in_flight: int = 0
+
+    def is_cut_off(self, addresses: Iterable[Address] | None) -> bool:
+        """Whether the host has a way to none of these."""
+        return addresses is not None and not any(is_reached(address, self.reach) for address in addresses)
 
 
 class SandboxForwarder:
@@ -173,6 +183,8 @@ class SandboxForwarder:
         refusal = self._refusal(query)
         if refusal is not None:
             return self._refuse(query, refusal)
+        if self._world.is_cut_off(self._world.resolvers):
+            return self._refuse(query, _CUT_OFF)
         return empty_reply(query) if query.rdtype in _EMPTY_TYPES else None
 
     async def answer_later(self, query: Query) -> bytes:
@@ -253,6 +265,8 @@ class SandboxForwarder:
         judgement = self._judge.name(query.name)
         if not judgement.allowed:
             return self._refuse(query, _refusal_of(judgement))
+        if self._world.is_cut_off(self._exempt[query.name]):
+            return self._refuse(query, _CUT_OFF)
         return None if query.rdtype == Rdtype.A else empty_reply(query)
 
     async def _answer_exempt(self, query: Query) -> bytes:

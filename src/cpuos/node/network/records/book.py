@@ -10,11 +10,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.conntrack import Flow
+from cpuos.node.network.records.floods import Floods
 from cpuos.node.network.records.flows import FlowKey, OpenFlow, OpenFlows
 from cpuos.node.network.records.gathering import Gathered, Gathering, Refusal
 from cpuos.node.network.records.journal import RecordsJournal
@@ -22,6 +23,7 @@ from cpuos.node.network.records.nflog import LoggedPacket
 from cpuos.node.network.records.recovery import Totals, kept_state, recover
 from cpuos.node.network.records.reports import PeekClosed, PeekOpened, Refused, Report, Resolved
 from cpuos.node.network.records.words import Words
+from cpuos.node.network.surroundings import EVERYWHERE
 from cpuos.types.network import EffectivePolicy
 
 __all__ = ["Book"]
@@ -61,6 +63,8 @@ class _Late:
 class Book:
     def __init__(self, make_journal: Callable[[Callable[[], dict[str, Any]]], RecordsJournal], *, now: float) -> None:
         self.host_addresses: Collection[IPv4Address] = ()
+        self.reach: Collection[IPv4Network] = EVERYWHERE
+        self.floods = Floods()
         self._sandboxes: dict[str, _Sandbox] = {}
         self._by_address: dict[IPv4Address, _Sandbox] = {}
         self._totals: OrderedDict[str, Totals] = OrderedDict()
@@ -107,6 +111,7 @@ class Book:
         known = self._sandboxes.pop(sandbox, None)
         if known is None:
             return
+        self.floods.forget(sandbox)
         self._write_refusals(known, known.gathering.take())
         if known.address is not None:
             self._by_address.pop(known.address, None)
@@ -130,8 +135,14 @@ class Book:
                 self._begin(known, key, name=name, rule=known.words.allowed(packet, version, names), at=now, logged=1)
         else:
             self._totals_of(sandbox).refused += 1
+            self.floods.logged(sandbox)
             rule = known.words.refused(
-                packet, version, names, is_limit=word == "limit", host_addresses=self.host_addresses
+                packet,
+                version,
+                names,
+                is_limit=word == "limit",
+                host_addresses=self.host_addresses,
+                reach=self.reach,
             )
             refusal = Refusal(packet.protocol, name, str(packet.address), packet.port, rule)
             known.gathering.add(refusal, at=now, is_logged=True)
@@ -199,6 +210,8 @@ class Book:
             missing -= known_missing
             if lacking > known_missing:
                 self._write_missing(sandbox, lacking - known_missing, verdict=verdict, at=now)
+                if sandbox in self._sandboxes:
+                    self.floods.suspect(sandbox)
 
     def settle(self, now: float) -> None:
         """Write what is whole by now; to be called a few times a second."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Network
 
 from cpuos.node.network.blocked import Exemption, blocked_reason
 from cpuos.node.network.judge import Judge
 from cpuos.node.network.records.nflog import LoggedPacket
+from cpuos.node.network.surroundings import EVERYWHERE, NO_UPLINK, is_reached
 from cpuos.types.network import EffectivePolicy
 
 __all__ = ["Words"]
@@ -50,6 +51,7 @@ class Words:
         *,
         is_limit: bool,
         host_addresses: Collection[IPv4Address],
+        reach: Collection[IPv4Network] = EVERYWHERE,
     ) -> str:
         if is_limit:
             return LIMIT
@@ -70,6 +72,8 @@ class Words:
         judgement = judge.destination(packet.address, protocol=packet.protocol, port=packet.port, names=names)
         if not judgement.allowed:
             return judgement.rule
+        if not is_reached(packet.address, reach):
+            return NO_UPLINK
         if names:
             return "the address is not current for the name: look it up again"
         return "refused by an earlier policy"

@@ -80,6 +80,8 @@ class DnsWorker:
             learn=self._learn,
             limits=Limits.of_names(message.limits.names_per_s),
             host_addresses=frozenset(message.host_addresses),
+            reach=tuple(message.reach),
+            resolvers=tuple(message.resolvers),
         )
 
     async def _open(self, message: Open, descriptors: Descriptors) -> None:
@@ -103,7 +105,8 @@ class DnsWorker:
         return Learned(learned=[LearnedName(name=name, address=at, ttl_s=ttl_s) for name, at, ttl_s in rows])
 
     async def _host(self, message: Host, descriptors: Descriptors) -> None:
-        self._require_world().host_addresses = frozenset(message.host_addresses)
+        world = self._require_world()
+        world.host_addresses, world.reach = frozenset(message.host_addresses), tuple(message.reach)
         for served in self._served.values():
             served.forwarder.forget_answers()
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.limits import NetworkLimits
+from cpuos.node.network.surroundings import EVERYWHERE
 from cpuos.node.network.workers.channel import Message
 from cpuos.types.network import EffectivePolicy
 
@@ -27,6 +28,7 @@ __all__ = [
     "RouterCounts",
     "Sockets",
     "Start",
+    "WantCounts",
     "WantSockets",
 ]
 
@@ -44,6 +46,8 @@ class Start(Message):
     """dns: who is asked, in this order."""
     resolver_port: int = Field(default=53, ge=1, le=65535)
     host_addresses: list[ipaddress.IPv4Address] = Field(default_factory=list)
+    reach: list[ipaddress.IPv4Network] = Field(default=list(EVERYWHERE))
+    """Where the host has a way to."""
     state_dir: str = ""
     """records: where its journal lies."""
     socket_path: str = ""
@@ -61,10 +65,11 @@ class Ping(Message):
 
 
 class Host(Message):
-    """The host's own addresses have changed."""
+    """The host's own addresses have changed, or where it has a way to."""
 
     op: ClassVar[str] = "host"
     host_addresses: list[ipaddress.IPv4Address]
+    reach: list[ipaddress.IPv4Network] = Field(default=list(EVERYWHERE))
 
 
 class Open(Message):
@@ -143,6 +148,13 @@ class Learn(Message):
     sandbox: SandboxId
     name: Name
     addresses: list[LearnedAddress] = Field(min_length=1, max_length=64)
+
+
+class WantCounts(Message):
+    """records asks for the router's counters, which come as `RouterCounts`: there may be more than was logged."""
+
+    op: ClassVar[str] = "counts"
+    sandbox: SandboxId
 
 
 class WantSockets(Message):

@@ -23,9 +23,18 @@ from cpuos.node.network.records.journal import RecordsJournal
 from cpuos.node.network.records.nflog import read_packets
 from cpuos.node.network.records.reports import read_report
 from cpuos.node.network.workers.base import NodeLine, run_worker
-from cpuos.node.network.workers.calls import Operation
+from cpuos.node.network.workers.calls import CallFailed, Done, Operation
 from cpuos.node.network.workers.channel import Breach, Descriptors
-from cpuos.node.network.workers.messages import Close, Host, Hub, Open, PolicyChange, RouterCounts, Start
+from cpuos.node.network.workers.messages import (
+    Close,
+    Host,
+    Hub,
+    Open,
+    PolicyChange,
+    RouterCounts,
+    Start,
+    WantCounts,
+)
 
 __all__ = ["RecordsWorker"]
 
@@ -36,6 +45,7 @@ _DATAGRAM = 256 << 10
 
 class RecordsWorker:
     def __init__(self, node: NodeLine) -> None:
+        self._node = node
         self._loop = asyncio.get_running_loop()
         self._book: Book | None = None
         self._feeds: list[socket.socket] = []
@@ -44,6 +54,7 @@ class RecordsWorker:
         self._readers = _Readers()
         self._server: RecordsServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._asking: set[asyncio.Task[None]] = set()
 
     def operations(self) -> list[Operation[Any]]:
         return [
@@ -57,7 +68,7 @@ class RecordsWorker:
         ]
 
     async def close(self) -> None:
-        for task in self._tasks[1:]:
+        for task in (*self._tasks[1:], *self._asking):
             task.cancel()
         if self._book is not None:  # first of all: there may be little time
             for sandbox in [None, *self._logs]:
@@ -70,14 +81,14 @@ class RecordsWorker:
         self._readers.close()
         if self._server is not None:
             self._server.should_exit = True
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._asking, return_exceptions=True)
 
     # what the node asks
 
     async def _start(self, message: Start, descriptors: Descriptors) -> None:
         folder = Path(message.state_dir)
         book = self._book = Book(lambda state: RecordsJournal(folder, state=state), now=time.time())
-        book.host_addresses = frozenset(message.host_addresses)
+        book.host_addresses, book.reach = frozenset(message.host_addresses), tuple(message.reach)
         self._feeds = [descriptors.take_socket(), descriptors.take_socket()]
         for feed in self._feeds:
             self._readers.add(feed, lambda feed=feed: self._read_feed(feed, _A_TURN))  # type: ignore[misc]
@@ -96,7 +107,8 @@ class RecordsWorker:
         self._readers.add(ends, lambda: self._read_ends(ends))
 
     async def _host(self, message: Host, descriptors: Descriptors) -> None:
-        self._require_book().host_addresses = frozenset(message.host_addresses)
+        book = self._require_book()
+        book.host_addresses, book.reach = frozenset(message.host_addresses), tuple(message.reach)
 
     async def _open(self, message: Open, descriptors: Descriptors) -> None:
         book = self._require_book()
@@ -147,7 +159,7 @@ class RecordsWorker:
 
     def _read_log(self, sandbox: str, log: _Log, most: int) -> None:
         book, now = self._require_book(), time.time()
-        for messages in _received(log.socket, most):
+        for messages in _received(log.socket, most, on_overrun=lambda: book.floods.suspect(sandbox)):
             for packet in read_packets(messages):
                 lost = log.lost_before(packet.sequence)
                 if lost:
@@ -168,6 +180,18 @@ class RecordsWorker:
         while True:
             await asyncio.sleep(_TICK_S)
             book.settle(time.time())
+            for sandbox in book.floods.due(self._loop.time()):
+                asking = self._loop.create_task(self._want_counts(book, sandbox))
+                self._asking.add(asking)
+                asking.add_done_callback(self._asking.discard)
+
+    async def _want_counts(self, book: Book, sandbox: str) -> None:
+        """They come as a call of their own, `_count`."""
+        try:
+            await self._node.ask(WantCounts(sandbox=sandbox), answer=Done)
+        except (CallFailed, TimeoutError):
+            if sandbox in self._logs:
+                book.floods.suspect(sandbox)
 
     def _require_book(self) -> Book:
         if self._book is None:
