@@ -124,6 +124,8 @@ def _name(place: str, text: str) -> str:
         name = rest if rest.isascii() else rest.encode("idna").decode()
     except UnicodeError as error:
         raise ValueError(f"{text!r} is no host name: {error}") from None
+    if re.fullmatch(r"[0-9.]+", name):  # digits of another alphabet: it would be read as an address the next time
+        raise ValueError(f"{text!r} is no host name; write an address in plain digits")
     if len(name) > _MAX_NAME or not all(_LABEL.fullmatch(label) for label in name.split(".")):
         raise ValueError(f"{text!r} is no host name; write it without scheme or path")
     return f"*.{name}" if wildcard else name

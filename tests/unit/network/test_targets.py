@@ -43,7 +43,7 @@ NO_TARGETS = """
 a..b -a.example a-.example *.*.example a.*.example *example.com exa*mple.com https://example.com example.com/path
 example.com:443:444 ::1 [::1]:443 fe80::1 1.2.3 1.2.3.4.5 1.2.3.4/24 1.2.3.256 01.2.3.4 1.2.3.4/33 2130706433
 user@example.com example.com;drop a,b a{b} a"b a$b a'b a`b a\\b a#b 1.2.3.4/tcp:80 example.com/icmp 1.2.3.4/tcp/udp
-a／b.example a：443 example.com:４４３ 💥.example:x
+² ²² *.² a／b.example a：443 example.com:４４３ 💥.example:x
 """
 WITH_BLANKS = ["", " ", "a b", "a\nb", "a.example\0", "a.example\n:443"]
 TOO_LONG = [f"{'a' * 64}.example", ".".join(["a" * 60] * 5)]
