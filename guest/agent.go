@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"crypto/ed25519"
 	"crypto/subtle"
 	"encoding/hex"
@@ -24,7 +25,6 @@ const (
 )
 
 type agent struct {
-	sandbox  string
 	nodeKey  ed25519.PublicKey
 	users    *userTable
 	children *reaper
@@ -33,18 +33,19 @@ type agent struct {
 	starts   singleflight.Group // of commands, by id
 	logs     logFolders
 	prepare  func() // returns when this process is fit for more than to say who it is
+	freezer  freezer
 
-	mu         sync.Mutex // guards the rest
-	generation int64
-	sessionKey []byte
-	conns      map[*net.TCPConn]bool
-	commands   map[string]*command
-	leaders    map[int]*command // the newest command whose program has this process number
+	mu       sync.Mutex // guards the rest
+	identity identity   // the last accepted; but for the id, none at first
+	frozen   string     // the freeze that the sandbox is under, also while it is made or ended
+	conns    map[*net.TCPConn]bool
+	commands map[string]*command
+	leaders  map[int]*command // the newest command whose program has this process number
 }
 
 func newAgent(sandbox string, nodeKey ed25519.PublicKey, etc string) *agent {
 	return &agent{
-		sandbox: sandbox, nodeKey: nodeKey, users: &userTable{folder: etc}, children: &reaper{waiters: map[int]func(syscall.WaitStatus){}, born: make(chan os.Signal, 1)}, started: now(),
+		identity: identity{Sandbox: sandbox}, nodeKey: nodeKey, users: &userTable{folder: etc}, children: &reaper{waiters: map[int]func(syscall.WaitStatus){}, born: make(chan os.Signal, 1)}, started: now(),
 		prepare: func() {}, conns: map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
 	}
 }
@@ -77,7 +78,7 @@ func (a *agent) authorized(header string) bool {
 	key, err := hex.DecodeString(bearer)
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	return ok && err == nil && a.sessionKey != nil && subtle.ConstantTimeCompare(key, a.sessionKey) == 1
+	return ok && err == nil && a.identity.SessionKey != nil && subtle.ConstantTimeCompare(key, a.identity.SessionKey) == 1
 }
 
 type handler = func(a *agent, r *request) any
@@ -88,6 +89,8 @@ var routes = map[string]handler{
 	"GET /v1/hello":               (*agent).hello,
 	"POST /v1/clock":              (*agent).setClock,
 	"POST /v1/shutdown":           (*agent).shutdown,
+	"POST /v1/freeze":             (*agent).freeze,
+	"POST /v1/thaw":               (*agent).thaw,
 	"GET /v1/commands":            (*agent).listCommands,
 	"POST /v1/commands":           (*agent).startCommand,
 	"GET /v1/commands/ID":         (*agent).getCommand,
@@ -116,6 +119,7 @@ func (a *agent) serve(r *request) any {
 	if route != "POST /v1/identity" {
 		known := a.authorized(r.Header.Get("Authorization"))
 		demand(known, fail(401, "identity_required", "this call needs the session key of the sandbox's present generation"))
+		demand(servedFrozen[route] || a.freezeUnder() == "", errFrozen)
 		a.prepare()
 	}
 	handle := routes[route]
@@ -124,12 +128,15 @@ func (a *agent) serve(r *request) any {
 }
 
 type identity struct {
-	Sandbox    string
-	Generation int64
-	ExpiresAt  float64 `json:"expires_at"`
-	SessionKey []byte  `json:"session_key"`
-	Hostname   string
-	Now        float64
+	Sandbox     string
+	Generation  int64
+	Incarnation int64
+	ExpiresAt   float64 `json:"expires_at"`
+	SessionKey  []byte  `json:"session_key"`
+	Hostname    string
+	Now         float64
+	Thaw        string // the freeze that this identity ends
+	From        string // the sandbox that froze
 }
 
 func (a *agent) setIdentity(r *request) any {
@@ -137,22 +144,56 @@ func (a *agent) setIdentity(r *request) any {
 	r.readJSON(&body)
 	var claim identity
 	signed := slices.Concat([]byte("cpuos-identity-v1\n"), body.Statement)
-	if !ed25519.Verify(a.nodeKey, signed, body.Signature) || json.Unmarshal(body.Statement, &claim) != nil ||
-		claim.Sandbox != a.sandbox || claim.ExpiresAt <= claim.Now || len(claim.SessionKey) != 32 || !a.accepts(r.TCPConn, claim) {
+	genuine := ed25519.Verify(a.nodeKey, signed, body.Signature) && json.Unmarshal(body.Statement, &claim) == nil &&
+		claim.ExpiresAt > claim.Now && len(claim.SessionKey) == 32
+	a.freezer.mu.Lock()
+	defer a.freezer.mu.Unlock()
+	before, frozen := a.present()
+	if !genuine || !claim.repeats(before) && !claim.succeeds(before, frozen) {
 		check(fail(401, "identity_refused", "the statement is not one of this sandbox's node, or not a newer one"))
 	}
 	go a.prepare() // the host waits for this answer, and takes a moment until its next call
-	return a.hello(r)
+	if claim.repeats(before) {
+		return a.hello(r)
+	}
+	a.become(claim, r.TCPConn)
+	if frozen == "" {
+		return a.hello(r)
+	}
+	thawed := a.goOnAs(claim, claim.Sandbox != before.Sandbox)
+	answer := a.hello(r).(map[string]any)
+	answer["thawed"] = thawed
+	return answer
 }
 
-// accepts takes a newer generation, or a repeat of the present one. A newer one cuts whoever spoke for the older.
-func (a *agent) accepts(from *net.TCPConn, claim identity) bool {
+func (a *agent) present() (identity, string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if claim.Generation <= a.generation {
-		return claim.Generation == a.generation && subtle.ConstantTimeCompare(claim.SessionKey, a.sessionKey) == 1
+	return a.identity, a.frozen
+}
+
+// repeats is a statement of the identity that is accepted already.
+func (claim identity) repeats(present identity) bool {
+	same := claim.Sandbox == present.Sandbox && claim.Generation == present.Generation && claim.Incarnation == present.Incarnation
+	return same && subtle.ConstantTimeCompare(claim.SessionKey, present.SessionKey) == 1 && (claim.Thaw == "" || claim.Thaw == present.Thaw)
+}
+
+// succeeds is a statement of a newer generation or incarnation; under a freeze one that ends it, for this sandbox or one
+// that goes on from what was saved of it.
+func (claim identity) succeeds(present identity, frozen string) bool {
+	age := cmp.Or(cmp.Compare(claim.Generation, present.Generation), cmp.Compare(claim.Incarnation, present.Incarnation))
+	if frozen != "" && claim.Sandbox != present.Sandbox {
+		age = 1
 	}
-	a.generation, a.sessionKey = claim.Generation, claim.SessionKey
+	ends := frozen != "" && claim.From == present.Sandbox || frozen == "" && claim.Sandbox == present.Sandbox
+	return age > 0 && ends && claim.Thaw == frozen
+}
+
+// become cuts whoever spoke for the identity before.
+func (a *agent) become(claim identity, from *net.TCPConn) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.identity = claim
 	for tcp := range a.conns {
 		if tcp != from {
 			cut(tcp)
@@ -161,7 +202,6 @@ func (a *agent) accepts(from *net.TCPConn, claim identity) bool {
 	if claim.Hostname != "" && os.Getpid() == 1 {
 		syscall.Sethostname([]byte(claim.Hostname)) // refused in runtimes that set it themselves
 	}
-	return true
 }
 
 func (a *agent) hello(*request) any {
@@ -169,8 +209,8 @@ func (a *agent) hello(*request) any {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return map[string]any{
-		"contract": contractGeneration, "agent": version, "sandbox": a.sandbox, "generation": a.generation,
-		"boot_s": elapsed(a.started, now()), "commands": len(running),
+		"contract": contractGeneration, "agent": version, "sandbox": a.identity.Sandbox, "generation": a.identity.Generation,
+		"incarnation": a.identity.Incarnation, "boot_s": elapsed(a.started, now()), "commands": len(running), "frozen": orNull(a.frozen),
 	}
 }
 
@@ -178,8 +218,12 @@ func (a *agent) setClock(r *request) any {
 	var body struct{ Now float64 }
 	r.readJSON(&body)
 	demand(body.Now > 0, invalid("now is a positive number of unix seconds"))
-	at := syscall.NsecToTimeval(int64(body.Now * 1e9))
-	return map[string]any{"set": syscall.Settimeofday(&at) == nil}
+	return map[string]any{"set": setTime(body.Now) == nil}
+}
+
+func setTime(now float64) error {
+	at := syscall.NsecToTimeval(int64(now * 1e9))
+	return syscall.Settimeofday(&at)
 }
 
 func (a *agent) shutdown(*request) any {

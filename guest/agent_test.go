@@ -67,7 +67,7 @@ func startAgent(t *testing.T) *testAgent {
 	self, err := os.Executable()
 	must(t, err)
 	script := fmt.Sprintf(`mount -t tmpfs log /var/log && mount -t tmpfs -o size=1m,mode=1777 full %s/full &&
-exec %s --sandbox sbx --node-key %s --listen 127.0.0.1:0 --user-table %s`,
+exec setpriv --bounding-set -sys_time %s --sandbox sbx --node-key %s --listen 127.0.0.1:0 --user-table %s`,
 		folder, self, base64.StdEncoding.EncodeToString(nodeKey.Public().(ed25519.PublicKey)), etc)
 	a.process = exec.Command("unshare", "--pid", "--fork", "--mount", "--mount-proc", "sh", "-c", script)
 	a.process.Env = append(os.Environ(), agentMark+"=1")
@@ -98,8 +98,9 @@ func must(t *testing.T, err error) {
 }
 
 func (a *testAgent) identify(generation int64, key []byte, change func(claim map[string]any)) (int, []byte) {
+	at := time.Now().Unix() // an agent that may sets the clock by it: that of the machine, here
 	claim := map[string]any{
-		"sandbox": "sbx", "generation": generation, "expires_at": 2e9, "now": 1.9e9, "hostname": "test",
+		"sandbox": "sbx", "generation": generation, "expires_at": at + 600, "now": at, "hostname": "test",
 		"session_key": base64.StdEncoding.EncodeToString(key),
 	}
 	if change != nil {

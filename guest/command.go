@@ -44,8 +44,9 @@ type command struct {
 	exitedAt time.Time
 	killing  int // kills under way
 	holders  int // who may touch the rings of an ended command: its record, sessions
-	deadline *time.Timer
+	limit    timeLimit
 	session  *session
+	lost     bool // nobody asks for it any more: a copy of the sandbox has no part in its commands
 }
 
 // record is a command as the contract tells it.
@@ -92,9 +93,8 @@ func (c *command) exited(status syscall.WaitStatus) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.exit, c.exitedAt = &status, now()
-	if c.deadline != nil {
-		c.deadline.Stop()
-	}
+	c.limit.hold()
+	c.limit.left = 0
 	c.stdin.shut()
 	for _, s := range c.out {
 		s.atExit, s.giveUp = s.written, c.exitedAt.Add(drainTime)

@@ -122,7 +122,7 @@ func (a *agent) tree(c *command, known map[int]bool, buffer []byte) (found []pro
 	if a.leads(c) {
 		leader = c.pid
 	}
-	all := listProcesses(buffer)
+	all := listProcesses()
 	member := map[int]bool{}
 	for _, p := range all {
 		member[p.pid] = p.pid == leader || p.session == leader ||
@@ -145,14 +145,15 @@ func (a *agent) tree(c *command, known map[int]bool, buffer []byte) (found []pro
 	return found
 }
 
-func listProcesses(buffer []byte) (all []process) {
+func listProcesses() (all []process) {
+	buffer := make([]byte, 4096)
 	entries, _ := os.ReadDir("/proc")
 	for _, entry := range entries {
 		pid, err := strconv.Atoi(entry.Name())
 		if err != nil {
 			continue
 		}
-		p, stat := process{pid: pid}, readProc(pid, "stat", buffer[:4096])
+		p, stat := process{pid: pid}, readProc(pid, "stat", buffer)
 		stat = stat[bytes.LastIndexByte(stat, ')')+1:] // the name of the program stands in brackets and may hold anything
 		if n, _ := fmt.Sscanf(string(stat), " %c %d %d %d", &p.state, &p.parent, &p.group, &p.session); n == 4 {
 			all = append(all, p)

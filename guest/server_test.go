@@ -17,7 +17,7 @@ func TestIdentityIsTheNodes(t *testing.T) {
 	other := make([]byte, 32)
 	for name, change := range map[string]func(map[string]any){
 		"of another sandbox": func(c map[string]any) { c["sandbox"] = "other"; c["generation"] = 5 },
-		"expired":            func(c map[string]any) { c["expires_at"] = 1.9e9; c["generation"] = 5 },
+		"expired":            func(c map[string]any) { c["expires_at"] = 1e9; c["generation"] = 5 },
 		"without a key":      func(c map[string]any) { c["session_key"] = ""; c["generation"] = 5 },
 		"older":              func(c map[string]any) { c["generation"] = 0 },
 		"other key":          func(c map[string]any) {},

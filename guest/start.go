@@ -118,8 +118,9 @@ func (c *command) start(start *commandStart) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if start.TimeoutS != nil && c.exit == nil {
-		limit := time.Duration(*start.TimeoutS * float64(time.Second))
-		c.deadline = time.AfterFunc(limit, func() { c.kill(cause{syscall.SIGKILL, "timed_out", ""}) })
+		left := time.Duration(*start.TimeoutS * float64(time.Second))
+		c.limit = timeLimit{left: left, over: func() { c.kill(cause{syscall.SIGKILL, "timed_out", ""}) }}
+		c.limit.goOn()
 	}
 	for _, s := range c.out {
 		go c.pump(s)

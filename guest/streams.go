@@ -179,6 +179,9 @@ func (c *command) produced(s *stream, n int) {
 	if s.eof = n == 0; s.eof {
 		c.endIfDone()
 	}
+	if c.lost {
+		s.acknowledge(s.written)
+	}
 	poke(c.wake)
 }
 

@@ -16,7 +16,9 @@ __all__ = [
     "AgentCommand",
     "AgentCommands",
     "AgentFileList",
+    "Continued",
     "Ended",
+    "Frozen",
     "Hello",
     "Started",
     "StdinTaken",
@@ -27,9 +29,13 @@ __all__ = [
 
 MAX_MESSAGE = 1000
 MAX_ENTRIES = 20_000
+MAX_LISTENERS = 1000
+MAX_PROGRAMS = 200
 MAX_INT = (1 << 63) - 1
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+FreezeNonce = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+ProgramName = Annotated[str, StringConstraints(max_length=1024)]
 CommandId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{16}$")]
 
 
@@ -37,13 +43,41 @@ class _AgentAnswer(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class Thawed(_AgentAnswer):
+    """What a sandbox that goes on did before."""
+
+    continued: Count = 0
+    reseeded: Annotated[list[ProgramName], Field(max_length=MAX_PROGRAMS)] = Field(default_factory=list)
+    failed: Annotated[list[ProgramName], Field(max_length=MAX_PROGRAMS)] = Field(default_factory=list)
+
+
 class Hello(_AgentAnswer):
     contract: Annotated[int, Field(ge=1, le=1000)]
     agent: Annotated[str, StringConstraints(max_length=64)]
     sandbox: Annotated[str, StringConstraints(max_length=64)]
     generation: Count
+    incarnation: Count = 0
     boot_s: Annotated[float, Field(ge=0)] = 0.0
     commands: Count = 0
+    frozen: FreezeNonce | None = None
+    thawed: Thawed | None = None
+
+
+class AgentListener(_AgentAnswer):
+    port: Annotated[int, Field(ge=1, le=65535)]
+    address: Annotated[str, StringConstraints(pattern=r"^[0-9a-f.:]{1,45}$")]
+
+
+class Frozen(_AgentAnswer):
+    """What stands still since a freeze."""
+
+    processes: Count
+    listeners: Annotated[list[AgentListener], Field(max_length=MAX_LISTENERS)] = Field(default_factory=list)
+    commands: Annotated[list[CommandId], Field(max_length=MAX_ENTRIES)] = Field(default_factory=list)
+
+
+class Continued(_AgentAnswer):
+    continued: Count
 
 
 class Started(_AgentAnswer):
@@ -118,6 +152,8 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {
         AgentCommands,
         AgentFileList,
         TreeDone,
+        Frozen,
+        Continued,
         FileInfo,
         FileEvent,
         _Refusal,
@@ -158,6 +194,8 @@ AGENT_CODES = {
     "limit_reached": "limit_reached",
     "port_not_open": "port_not_open",
     "port_forbidden": "forbidden",
+    "frozen": "sandbox_paused",
+    "freeze_failed": "freeze_failed",
 }
 
 

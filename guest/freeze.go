@@ -1,0 +1,350 @@
+package main
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+	"unsafe"
+)
+
+const (
+	freezeTime   = 5 * time.Second
+	reseedTime   = 3 * time.Second // for all programs together
+	maxListeners = 1000
+	reseedFolder = "/cpuos/reseed.d" // below /etc
+
+	addEntropyCall, reseedCall = 0x40085203, 0x5207 // RNDADDENTROPY, RNDRESEEDCRNG
+)
+
+var (
+	freezeNonce  = regexp.MustCompile(`^[0-9a-f]{32}$`)
+	errFrozen    = fail(409, "frozen", "the sandbox is frozen, and only the host that froze it has it go on")
+	servedFrozen = map[string]bool{"GET /v1/hello": true, "POST /v1/freeze": true, "POST /v1/thaw": true}
+)
+
+// freezer holds still what runs in the sandbox while it is saved.
+type freezer struct {
+	mu      sync.Mutex   // held while the sandbox freezes, goes on or is told who it is; guards the rest
+	stopped map[int]bool // processes that something else had stopped before: they stay so
+	told    map[string]any
+}
+
+func (a *agent) freezeUnder() string {
+	_, frozen := a.present()
+	return frozen
+}
+
+func readFreeze(r *request) string {
+	var body struct{ Freeze string }
+	r.readJSON(&body)
+	demand(freezeNonce.MatchString(body.Freeze), invalid("freeze is 32 hex digits"))
+	return body.Freeze
+}
+
+func (a *agent) freeze(r *request) any {
+	nonce := readFreeze(r)
+	a.freezer.mu.Lock()
+	defer a.freezer.mu.Unlock()
+	if frozen := a.freezeUnder(); frozen != "" {
+		demand(frozen == nonce, errFrozen)
+		return a.freezer.told
+	}
+	// Signals to all go to no more than the sandbox's own.
+	self, _ := os.Readlink("/proc/self")
+	demand(self == "1", fail(409, "freeze_failed", "the agent is not the first process here"))
+	a.freezer.stopped = map[int]bool{}
+	for _, p := range listProcesses() {
+		a.freezer.stopped[p.pid] = p.halted()
+	}
+	err := attempt(func() {
+		end := now().Add(freezeTime)
+		a.endCalls(nonce, r.TCPConn, end)
+		running := []string{}
+		for _, c := range a.allCommands() {
+			c.mu.Lock()
+			if c.limit.hold(); !c.hasEnded() {
+				running = append(running, c.id)
+			}
+			c.mu.Unlock()
+		}
+		count := a.stopAll(end)
+		syscall.Sync()
+		a.freezer.told = map[string]any{"processes": count, "listeners": listeners(r.LocalAddr().String()), "commands": running}
+	})
+	if err != nil {
+		a.goOn()
+		check(err)
+	}
+	return a.freezer.told
+}
+
+// endCalls serves nobody else from here on, and waits for the end of what is served.
+func (a *agent) endCalls(nonce string, from *net.TCPConn, end time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.frozen = nonce
+	others := []*net.TCPConn{}
+	for tcp := range a.conns {
+		if tcp != from {
+			others = append(others, tcp)
+			cut(tcp)
+		}
+	}
+	for slices.ContainsFunc(others, func(tcp *net.TCPConn) bool { return a.conns[tcp] }) {
+		demand(now().Before(end), fail(409, "freeze_failed", "a call is still under way after %s", freezeTime))
+		a.mu.Unlock()
+		time.Sleep(time.Millisecond)
+		a.mu.Lock()
+	}
+}
+
+// stopAll stops all processes, parents before children, so that none is told of a stopped child. It counts them.
+func (a *agent) stopAll(end time.Time) (count int) {
+	for round := 0; ; round++ {
+		running := 0
+		count = 0
+		for _, p := range byDepth(listProcesses()) {
+			if p.halted() {
+				count++
+				a.freezer.stopped[p.pid] = a.freezer.stopped[p.pid] || round == 0
+				continue
+			}
+			syscall.Kill(p.pid, syscall.SIGSTOP) // a zombie's threads may live
+			if a.freezer.stopped[p.pid] = false; p.state != 'Z' {
+				running++
+			}
+		}
+		if running == 0 && round > 0 {
+			return count
+		}
+		demand(now().Before(end), fail(409, "freeze_failed", "processes still run after %s", freezeTime))
+		if round > 0 { // no fork slips through it
+			syscall.Kill(-1, syscall.SIGSTOP)
+		}
+		time.Sleep(min(time.Duration(1+round)*time.Millisecond, 20*time.Millisecond))
+	}
+}
+
+func (p process) halted() bool { return p.state == 'T' || p.state == 't' }
+
+// byDepth puts parents before their children; without this process.
+func byDepth(all []process) []process {
+	parents, depths := map[int]int{}, map[int]int{}
+	for _, p := range all {
+		parents[p.pid] = p.parent
+	}
+	for _, p := range all {
+		for pid := p.pid; pid > 1 && depths[p.pid] <= len(all); pid = parents[pid] {
+			depths[p.pid]++
+		}
+	}
+	all = slices.DeleteFunc(all, func(p process) bool { return p.pid == os.Getpid() })
+	slices.SortStableFunc(all, func(x, y process) int { return cmp.Compare(depths[x.pid], depths[y.pid]) })
+	return all
+}
+
+func (a *agent) thaw(r *request) any {
+	nonce := readFreeze(r)
+	a.freezer.mu.Lock()
+	defer a.freezer.mu.Unlock()
+	frozen := a.freezeUnder()
+	demand(frozen == nonce || frozen == "", errFrozen)
+	return map[string]any{"continued": a.goOn()}
+}
+
+// goOn lets go on what a freeze stopped, children before parents, and counts it.
+func (a *agent) goOn() (continued int) {
+	if a.freezeUnder() == "" {
+		return 0
+	}
+	all := byDepth(listProcesses())
+	slices.Reverse(all)
+	for _, p := range all {
+		if p.halted() && !a.freezer.stopped[p.pid] && syscall.Kill(p.pid, syscall.SIGCONT) == nil {
+			continued++
+		}
+	}
+	for _, c := range a.allCommands() {
+		c.mu.Lock()
+		c.limit.goOn()
+		c.mu.Unlock()
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.frozen = ""
+	return continued
+}
+
+// goOnAs is goOn with all that a new incarnation must be told before; another sandbox than the one that froze has more.
+func (a *agent) goOnAs(who identity, another bool) map[string]any {
+	setTime(who.Now)
+	programs := []string{}
+	if another {
+		if a.forgetHost(who) {
+			programs = append(programs, "/usr/bin/ssh-keygen")
+		}
+		a.forgetCommands()
+	}
+	addEntropy(who.SessionKey)
+	hooks, _ := os.ReadDir(a.users.folder + reseedFolder)
+	for _, hook := range hooks[:min(len(hooks), 100)] {
+		path := a.users.folder + reseedFolder + "/" + hook.Name()
+		if file, err := os.Stat(path); err == nil && file.Mode().IsRegular() && file.Mode()&0o111 != 0 {
+			programs = append(programs, path)
+		}
+	}
+	reseeded, failed := []string{}, []string{}
+	for end := now().Add(reseedTime); len(programs) > 0; programs = programs[1:] {
+		if name := filepath.Base(programs[0]); a.reseed(programs[0], who.Sandbox, end) {
+			reseeded = append(reseeded, name)
+		} else {
+			failed = append(failed, name)
+		}
+	}
+	return map[string]any{"reseeded": reseeded, "failed": failed, "continued": a.goOn()}
+}
+
+// forgetHost takes from the disk what must not be equal in two sandboxes, and says whether it had ssh host keys.
+func (a *agent) forgetHost(who identity) bool {
+	folder := a.users.folder
+	id := sha256.Sum256(append([]byte("cpuos-machine-id\n"+who.Sandbox+"\n"), who.SessionKey...))
+	if partial := folder + "/.machine-id"; os.WriteFile(partial, []byte(hex.EncodeToString(id[:16])+"\n"), 0o444) == nil {
+		os.Rename(partial, folder+"/machine-id")
+	}
+	keys, _ := filepath.Glob(folder + "/ssh/ssh_host_*")
+	for _, key := range keys {
+		os.Remove(key)
+	}
+	return len(keys) > 0
+}
+
+// forgetCommands leaves the programs of all commands to themselves.
+func (a *agent) forgetCommands() {
+	held := a.allCommands()
+	a.mu.Lock()
+	clear(a.commands)
+	clear(a.leaders)
+	a.mu.Unlock()
+	for _, c := range held {
+		c.mu.Lock()
+		c.lost = true
+		for _, s := range c.out {
+			s.acknowledge(s.written)
+		}
+		c.mu.Unlock()
+		go func() {
+			<-c.done
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.release()
+		}()
+	}
+}
+
+// addEntropy gives the kernel what no copy of it has. Refused where it is not the guest's own.
+func addEntropy(key []byte) {
+	pool := struct {
+		bits, size int32
+		data       [sha256.Size]byte
+	}{8 * sha256.Size, sha256.Size, sha256.Sum256(append([]byte("cpuos-entropy\n"), key...))}
+	if fd, err := syscall.Open("/dev/urandom", syscall.O_RDWR|syscall.O_CLOEXEC|syscall.O_NONBLOCK, 0); err == nil {
+		syscall.Syscall(syscall.SYS_IOCTL, uintptr(fd), addEntropyCall, uintptr(unsafe.Pointer(&pool)))
+		syscall.Syscall(syscall.SYS_IOCTL, uintptr(fd), reseedCall, 0)
+		syscall.Close(fd)
+	}
+}
+
+// reseed runs one program, and is true when it ended well and in time.
+func (a *agent) reseed(program, sandbox string, end time.Time) bool {
+	null, err := os.OpenFile("/dev/null", os.O_RDWR, 0)
+	if err != nil {
+		return false
+	}
+	defer null.Close()
+	argv, fd := []string{program}, null.Fd()
+	if filepath.Base(program) == "ssh-keygen" {
+		argv = append(argv, "-A", "-f", strings.TrimSuffix(a.users.folder, "/etc"))
+	}
+	ended := make(chan syscall.WaitStatus, 1)
+	pid, err := a.children.spawn(program, argv, &syscall.ProcAttr{
+		Dir: "/", Env: []string{"PATH=" + searchPath, "HOME=/root", "LANG=C.UTF-8", "CPUOS_SANDBOX=" + sandbox},
+		Files: []uintptr{fd, fd, fd}, Sys: &syscall.SysProcAttr{Setsid: true},
+	}, func(status syscall.WaitStatus) { ended <- status })
+	if err != nil {
+		return false
+	}
+	select {
+	case status := <-ended:
+		return status.Exited() && status.ExitStatus() == 0
+	case <-time.After(time.Until(end)):
+		syscall.Kill(-pid, syscall.SIGKILL)
+		return false
+	}
+}
+
+// listeners are the ports on which something waits for connections, but for the agent's own.
+func listeners(own string) []any {
+	found := []any{}
+	for _, name := range []string{"tcp", "tcp6"} {
+		text, _ := os.ReadFile("/proc/net/" + name)
+		for line := range strings.Lines(string(text)) {
+			fields := strings.Fields(line)
+			if len(fields) < 4 || fields[3] != "0A" || len(found) == maxListeners {
+				continue
+			}
+			number, digits, _ := strings.Cut(fields[1], ":")
+			bytes, _ := hex.DecodeString(number)
+			for word := range slices.Chunk(bytes, 4) { // each in the host's order
+				slices.Reverse(word)
+			}
+			address, ok := netip.AddrFromSlice(bytes)
+			port, err := strconv.ParseUint(digits, 16, 16)
+			if at := netip.AddrPortFrom(address, uint16(port)); ok && err == nil && at.String() != own {
+				found = append(found, map[string]any{"port": port, "address": address.String()})
+			}
+		}
+	}
+	return found
+}
+
+// timeLimit stands still while the sandbox does. The command's lock guards it.
+type timeLimit struct {
+	over  func()
+	left  time.Duration
+	end   time.Time
+	timer *time.Timer // nil: it stands, or there is none
+}
+
+func (l *timeLimit) goOn() {
+	if l.timer == nil && l.left > 0 {
+		l.end, l.timer = now().Add(l.left), time.AfterFunc(l.left, l.over)
+	}
+}
+
+func (l *timeLimit) hold() {
+	if l.timer != nil {
+		left := max(1, time.Until(l.end))
+		if l.left = 0; l.timer.Stop() {
+			l.left = left
+		}
+		l.timer = nil
+	}
+}
+
+func orNull(text string) any {
+	if text == "" {
+		return nil
+	}
+	return text
+}
