@@ -102,9 +102,6 @@ def test_nothing_passes_once_a_change_has_returned(sandbox):
     assert {kind for kind, _, passed in tries if passed} == {"tcp", "udp"}, "in between both pass"
 
 
-# Known to fail behind the other tests of the sealed instance, never alone: the later daemon finds the sandbox's process
-# gone. Open; see the issue of the network.
-@pytest.mark.slow
 def test_a_node_killed_within_a_change_holds_the_newest_policy(client, sealed_instance):
     ports = (80, 22, 5000)
     code = f"""

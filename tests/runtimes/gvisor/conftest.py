@@ -151,11 +151,16 @@ def template_image() -> Path:
     pytest.skip(f"needs a template in {settings.template_dir}")
 
 
-@pytest.fixture(scope="session")
-def _own_mounts(template_image: Path) -> None:
-    """Mounts of these tests are this process's own and end with it."""
+@pytest.fixture(scope="module")
+def _own_mounts(template_image: Path) -> Iterator[None]:
+    """Mounts of these tests are their own; other tests of this process find the machine's again."""
+    before, folder = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC), os.getcwd()
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_SLAVE)
+    yield
+    syscalls.setns(before, syscalls.CLONE_NEWNS)
+    os.close(before)
+    os.chdir(folder)
 
 
 @pytest.fixture

@@ -53,16 +53,22 @@ def release_mount_namespace(path: Path) -> None:
 
 
 def _open_kept(path: Path) -> int | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        if fcntl.ioctl(fd, _NS_GET_NSTYPE) == syscalls.CLONE_NEWNS:
-            return fd
-    except OSError:
-        pass  # a plain file: its mount went with a reboot
-    os.close(fd)
+    """The namespace kept at `path`, as this process sees it or as the first process of the machine does.
+
+    A copied mount namespace lacks the mounts that keep others (fs/namespace.c copy_tree): a daemon started with
+    mounts of its own, by a service manager or a shell, would not find its forerunner's, and lose every sandbox.
+    """
+    for seen in (path, Path(f"/proc/1/root{path}")):
+        try:
+            fd = os.open(seen, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (FileNotFoundError, PermissionError):
+            continue
+        try:
+            if fcntl.ioctl(fd, _NS_GET_NSTYPE) == syscalls.CLONE_NEWNS:
+                return fd
+        except OSError:
+            pass  # a plain file: its mount went with a reboot
+        os.close(fd)
     return None
 
 
