@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS
 from cpuos.node.network.forwarder.sandbox import Limits
-from cpuos.node.network.forwarder.special import SPECIAL_NAMES
 from cpuos.settings import Settings
+from cpuos.types.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS
+from cpuos.types.special_names import SPECIAL_NAMES
 
 __all__ = ["render"]
 
@@ -13,7 +13,7 @@ _HEAD = """# Always blocked
 
 No policy opens any of this: not a sandbox's, not a workspace's. A refusal names it as "always blocked: NAME".
 The kernel's rules, the DNS forwarder (which removes such addresses from answers) and this page are made of one table,
-`src/cpuos/node/network/blocked.py`.
+`src/cpuos/types/blocked.py`.
 
 An operator can lift the block of a range for a single service (host name, address, port) with the setting
 `network_exceptions`; policies then judge that service as any other destination.

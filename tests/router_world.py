@@ -19,7 +19,6 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.judge import Judge
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.namespaces import in_fresh_thread, inside, keep_namespace, new_namespace, release_namespace
@@ -29,6 +28,7 @@ from cpuos.node.network.router import Router
 from cpuos.node.network.rules import PEEK_PORT, base_rules
 from cpuos.node.network.slot import guest_name, make_slot, release_slot, router_name
 from cpuos.node.network.surroundings import Surroundings
+from cpuos.types.blocked import Exemption
 from cpuos.types.network import EffectivePolicy
 from packets import Packet, ethernet, read_packet, udp_frame
 

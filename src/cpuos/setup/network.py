@@ -40,9 +40,9 @@ def _look_at_library() -> Check:
 
 def _look_at_block(host: Host) -> Check:
     from cpuos.node.network.block import choose_block, read_routes, taken_addresses
-    from cpuos.node.network.exceptions import parse_exceptions
     from cpuos.node.network.netlink import RouteNetlink
     from cpuos.node.network.plan import host_link
+    from cpuos.types.exceptions import parse_exceptions
 
     settings = host.settings
     link = host_link(settings.instance_id)
@@ -63,7 +63,7 @@ def _look_at_block(host: Host) -> Check:
 
 
 def _look_at_exceptions(host: Host) -> Check:
-    from cpuos.node.network.exceptions import parse_exceptions
+    from cpuos.types.exceptions import parse_exceptions
 
     texts = host.settings.network_exceptions
     try:

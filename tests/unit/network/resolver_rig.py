@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import dns.flags
@@ -16,11 +16,11 @@ import dns.rcode
 import dns.rdatatype
 import dns.rrset
 
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.forwarder.feed import Feed
 from cpuos.node.network.forwarder.query import Query
 from cpuos.node.network.forwarder.sandbox import Limits, SandboxForwarder, World
 from cpuos.node.network.forwarder.upstream import Resolver, Upstream
+from cpuos.types.blocked import Exemption
 from cpuos.types.network import EffectivePolicy, NetworkPolicy, PolicyLayer
 
 SANDBOX, OTHER = "a" * 20, "b" * 20
@@ -142,7 +142,7 @@ class Clock:
 class Rig:
     """`ask` goes the way of a datagram, through bytes."""
 
-    def __init__(self, resolver: FakeResolver, **limits) -> None:
+    def __init__(self, resolver: FakeResolver, *, tries_s: Sequence[float] = (20,), **limits) -> None:
         self.resolver, self.clock = resolver, Clock()
         self.opened: list[tuple[str, str, str, int]] = []
         self.learn_fails = False
@@ -150,7 +150,7 @@ class Rig:
         self._records.setblocking(False)
         limits = {"queries_per_s": 1e6, "queries_burst": 1e6, "time_share": 1e6, "time_burst_s": 1e6, **limits}
         self.world = World(
-            upstream=Upstream([resolver.resolver], clock=self.clock, tries_s=[0.5]),
+            upstream=Upstream([resolver.resolver], clock=self.clock, tries_s=tries_s),
             feed=Feed(feed, clock=self.clock),
             learn=self._learn,
             clock=self.clock,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cpuos.node.network.blocked import ALWAYS_BLOCKED, Exemption, blocked_reason
+from cpuos.types.blocked import ALWAYS_BLOCKED, Exemption, blocked_reason
 
 addresses = st.integers(0, 2**32 - 1).map(IPv4Address)
 

@@ -13,14 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from resolver_rig import Clock, policy, rrset
 
-from cpuos.node.network.blocked import blocked_reason
 from cpuos.node.network.forwarder.feed import Feed
 from cpuos.node.network.forwarder.query import Malformed, Query, parse_query
 from cpuos.node.network.forwarder.replies import Refusal, WireReply, empty_reply, error_reply, refusal_reply
 from cpuos.node.network.forwarder.sandbox import SandboxForwarder, World
 from cpuos.node.network.forwarder.sifting import BadAnswer, sift
-from cpuos.node.network.forwarder.special import special_name
 from cpuos.node.network.forwarder.upstream import Upstream
+from cpuos.types.blocked import blocked_reason
+from cpuos.types.special_names import special_name
 
 NAMES = ["www.example", "a.www.example", "b.example", "c.example", "example"]
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from cpuos.errors import Conflict, InvalidRequest
 from cpuos.node.network.block import CANDIDATES, Taken, choose_block, read_routes, taken_addresses
-from cpuos.node.network.blocked import Exemption
-from cpuos.node.network.exceptions import parse_exceptions
 from cpuos.node.network.netlink import Route
 from cpuos.node.network.plan import BlockPlan
+from cpuos.types.blocked import Exemption
+from cpuos.types.exceptions import parse_exceptions
 
 
 def route(network: str, device: str = "eth0") -> Route:

@@ -10,11 +10,11 @@ from ipaddress import IPv4Address, IPv4Network
 import pytest
 
 from cpuos.errors import PlatformError
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.router import Router
 from cpuos.node.network.rules import GUEST_FLOW, NODE_FLOW, PEEK_FLOW, base_rules, base_stamp
 from cpuos.node.network.surroundings import Surroundings
+from cpuos.types.blocked import Exemption
 from router_world import AMPLE, PLAN, RouterWorld, judge, router_world
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

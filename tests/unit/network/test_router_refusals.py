@@ -11,11 +11,11 @@ from ipaddress import IPv4Address
 import pytest
 
 import packets
-from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 from cpuos.node.network.conntrack import read_flows
 from cpuos.node.network.log_sockets import open_end_socket, open_log_socket
 from cpuos.node.network.rules import LOG_GROUP
 from cpuos.node.network.surroundings import Surroundings
+from cpuos.types.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 from router_world import PLAN, RouterWorld, router_world
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import packets
 import policies
-from cpuos.node.network.blocked import ALWAYS_BLOCKED, Exemption, blocked_reason
 from cpuos.node.network.judge import Judge, Passage
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.rules import GUEST_FLOW
 from cpuos.node.network.surroundings import Surroundings
+from cpuos.types.blocked import ALWAYS_BLOCKED, Exemption, blocked_reason
 from router_world import RouterWorld, judge, router_world
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="needs root"), pytest.mark.timeout(300)]

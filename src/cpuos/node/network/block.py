@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cpuos.errors import Conflict, InvalidRequest
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.netlink import Route, RouteNetlink
+from cpuos.types.blocked import Exemption
 
 __all__ = ["CANDIDATES", "Taken", "choose_block", "read_routes", "taken_addresses"]
 

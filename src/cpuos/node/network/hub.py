@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 from cpuos.errors import SetupRequired
-from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 from cpuos.node.network.conntrack import ConntrackSocket, Flow, flow_key
 from cpuos.node.network.namespaces import (
     in_fresh_thread,
@@ -30,6 +29,7 @@ from cpuos.node.network.netlink import RouteNetlink
 from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.plan import SLOT_PREFIX, UPLINK, BlockPlan, SlotPlan, host_link, host_table
 from cpuos.node.network.slot import ROUTING_SYSCTLS
+from cpuos.types.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 
 __all__ = ["Hub", "host_rules", "hub_rules", "remove_host_network"]
 

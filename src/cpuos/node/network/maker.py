@@ -17,13 +17,13 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.nftables import NftContext
 from cpuos.node.network.plan import BlockPlan, SlotPlan
 from cpuos.node.network.rules import base_rules
 from cpuos.node.network.slot import make_slot, release_slot
 from cpuos.node.network.surroundings import Surroundings
+from cpuos.types.blocked import Exemption
 
 __all__ = ["SlotRecipe", "main"]
 

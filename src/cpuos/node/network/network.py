@@ -24,7 +24,6 @@ import structlog
 
 from cpuos.errors import CpuosError, InvalidRequest, NotFound, PlatformError
 from cpuos.node.network.block import choose_block, read_routes, taken_addresses
-from cpuos.node.network.exceptions import parse_exceptions
 from cpuos.node.network.hub import Hub
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.maker import SlotRecipe
@@ -36,6 +35,7 @@ from cpuos.node.network.surroundings import Surroundings, read_surroundings
 from cpuos.node.network.taken import TakenSlot
 from cpuos.node.network.worker_set import WorkerConfig, WorkerSet
 from cpuos.runtimes.base import AGENT_PORT, GUEST_ADDRESS, GuestLink
+from cpuos.types.exceptions import parse_exceptions
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 

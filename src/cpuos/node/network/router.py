@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from cpuos.errors import PlatformError
 from cpuos.node import syscalls
-from cpuos.node.network.blocked import Exemption, blocked_reason
 from cpuos.node.network.conntrack import ConntrackSocket, Flow
 from cpuos.node.network.judge import Judge, Passage
 from cpuos.node.network.namespaces import in_fresh_thread
@@ -23,6 +22,7 @@ from cpuos.node.network.policy_rules import NamedAddress, learn_rules, name_set_
 from cpuos.node.network.rules import GUEST_FLOW, PEEK_FLOW, PEEK_SOCKET_MARK, TABLE, base_stamp, host_rules
 from cpuos.node.network.surroundings import Surroundings
 from cpuos.runtimes.base import ROUTER_ADDRESS
+from cpuos.types.blocked import Exemption, blocked_reason
 
 __all__ = ["Counters", "NamesOf", "Router"]
 

@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterable
 from string import Template
 
-from cpuos.node.network.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.plan import GUEST_MAC, LAN, ROUTER_MAC, WAN, SlotPlan
 from cpuos.node.network.surroundings import Surroundings
 from cpuos.runtimes.base import GUEST_ADDRESS, ROUTER_ADDRESS
+from cpuos.types.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 
 __all__ = [
     "DIRECT",

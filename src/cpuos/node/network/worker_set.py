@@ -21,7 +21,6 @@ import structlog
 
 from cpuos.errors import NotFound, PlatformError
 from cpuos.node.listening import listen
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.log_sockets import open_end_socket
 from cpuos.node.network.policy_rules import NamedAddress
@@ -48,6 +47,7 @@ from cpuos.node.network.workers.messages import (
     WantSockets,
 )
 from cpuos.node.network.workers.supervisor import StartCall, Worker
+from cpuos.types.blocked import Exemption
 from cpuos.types.network import EffectivePolicy
 
 __all__ = ["WorkerConfig", "WorkerSet"]

@@ -18,7 +18,6 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.hub import Hub
 from cpuos.node.network.namespaces import inside
 from cpuos.node.network.netlink import RouteNetlink
@@ -26,6 +25,7 @@ from cpuos.node.network.plan import BlockPlan, SlotPlan
 from cpuos.testing.sealed.addresses import HOST, HOST_GATEWAY
 from cpuos.testing.sealed.instance import SealedInstance
 from cpuos.testing.sealed.slot import SealedSlot
+from cpuos.types.blocked import Exemption
 
 __all__ = ["FakeNames", "Packet", "SealedWorld", "Seen"]
 

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from cpuos.node.network.blocked import Exemption, blocked_reason
 from cpuos.node.network.forwarder.budget import Bucket
 from cpuos.node.network.forwarder.cache import AnswerCache
 from cpuos.node.network.forwarder.feed import Feed
@@ -29,11 +28,12 @@ from cpuos.node.network.forwarder.replies import (
     refusal_reply,
 )
 from cpuos.node.network.forwarder.sifting import BadAnswer, sift
-from cpuos.node.network.forwarder.special import RESOLVER_CANARY, special_name
 from cpuos.node.network.forwarder.upstream import Upstream, UpstreamFailed
 from cpuos.node.network.judge import Judge, Judgement
 from cpuos.node.network.surroundings import EVERYWHERE, NO_UPLINK, is_reached
+from cpuos.types.blocked import Exemption, blocked_reason
 from cpuos.types.network import EffectivePolicy
+from cpuos.types.special_names import RESOLVER_CANARY, special_name
 
 __all__ = ["Limits", "SandboxForwarder", "World"]
 

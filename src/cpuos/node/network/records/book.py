@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.conntrack import Flow
 from cpuos.node.network.records.floods import Floods
 from cpuos.node.network.records.flows import FlowKey, OpenFlow, OpenFlows
@@ -24,6 +23,7 @@ from cpuos.node.network.records.recovery import Totals, kept_state, recover
 from cpuos.node.network.records.reports import PeekClosed, PeekOpened, Refused, Report, Resolved
 from cpuos.node.network.records.words import Words
 from cpuos.node.network.surroundings import EVERYWHERE
+from cpuos.types.blocked import Exemption
 from cpuos.types.network import EffectivePolicy
 
 __all__ = ["Book"]

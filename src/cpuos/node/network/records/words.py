@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from ipaddress import IPv4Address, IPv4Network
 
-from cpuos.node.network.blocked import Exemption, blocked_reason
 from cpuos.node.network.judge import Judge
 from cpuos.node.network.records.nflog import LoggedPacket
 from cpuos.node.network.surroundings import EVERYWHERE, NO_UPLINK, is_reached
+from cpuos.types.blocked import Exemption, blocked_reason
 from cpuos.types.network import EffectivePolicy
 
 __all__ = ["Words"]

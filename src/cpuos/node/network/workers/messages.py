@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from cpuos.node.network.blocked import Exemption
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.surroundings import EVERYWHERE
 from cpuos.node.network.workers.channel import Message
+from cpuos.types.blocked import Exemption
 from cpuos.types.network import EffectivePolicy
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address
 
 from cpuos.errors import InvalidRequest
-from cpuos.node.network.blocked import Exemption
+from cpuos.types.blocked import Exemption
 from cpuos.types.targets import parse_target
 
 __all__ = ["parse_exceptions"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from cpuos.node.network.blocked import ALWAYS_BLOCKED
+from cpuos.types.blocked import ALWAYS_BLOCKED
 
 __all__ = ["RESOLVER_CANARY", "SPECIAL_NAMES", "special_name"]
 
