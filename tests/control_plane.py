@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
@@ -14,16 +14,25 @@ from typing import Any
 
 import httpx2
 
-from cpuos.errors import Conflict, CpuosError, NotFound, Unavailable
+from cpuos.errors import Conflict, CpuosError, NotFound, SandboxGone, Unavailable
 from cpuos.node.client import Changes
 from cpuos.server.app import create_app
 from cpuos.server.connections import RecordsPage
 from cpuos.server.control_plane import ControlPlane, ServerOptions, open_control_plane
 from cpuos.server.first_start import make_first_key
-from cpuos.server.gateway import JournalPage
+from cpuos.server.gateway import JournalPage, SandboxActivity, Suspended, Wake, WakesPage
 from cpuos.testing.waiting import until
 from cpuos.types.network import EffectivePolicy
-from cpuos.types.node import NodeFacts, NodeSandboxCreate, RuntimeFacts, SandboxFacts, SandboxStats, TemplateFacts
+from cpuos.types.node import (
+    NodeFacts,
+    NodeSandboxCreate,
+    Restored,
+    RuntimeFacts,
+    SandboxFacts,
+    SandboxStats,
+    SnapshotFacts,
+    TemplateFacts,
+)
 from cpuos.types.sandbox import Isolation
 
 
@@ -39,6 +48,28 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
+
+
+class Gate:
+    """Open until it is closed."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self.waiting = 0
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def passed(self) -> None:
+        self.waiting += 1
+        try:
+            await self._open.wait()
+        finally:
+            self.waiting -= 1
 
 
 class FakeNode:
@@ -64,6 +95,12 @@ class FakeNode:
                 name="firecracker", available=False, isolation=Isolation.MICROVM, detail="", reason="no /dev/kvm"
             ),
         ]
+        self.begun_with: dict[str, tuple[str, bool]] = {}
+        self.snapshots_kept: dict[str, SnapshotFacts] = {}
+        self.errors: dict[str, CpuosError] = {}
+        """Verb to the error with which it is refused, before it has done anything."""
+        self.gates: defaultdict[str, Gate] = defaultdict(Gate)
+        """Verb to the gate that its calls pass first."""
         self._news = asyncio.Condition()
 
     async def facts(self) -> NodeFacts:
@@ -92,6 +129,9 @@ class FakeNode:
             template_digest=f"sha256:{request.template}",
             started_at=datetime.now(UTC),
         )
+        if request.snapshot is not None:
+            self._snapshot(request.snapshot)
+            self.begun_with[request.id] = (request.snapshot, request.warm)
         self.sandboxes[request.id] = facts
         self.policies[request.id] = request.network
         await self._tell(facts)
@@ -101,6 +141,8 @@ class FakeNode:
 
     async def get(self, sandbox_id: str) -> SandboxFacts:
         self._demand_reachable()
+        if sandbox_id not in self.sandboxes:
+            raise NotFound(f"cannot find sandbox: {sandbox_id}", code="sandbox_not_found")
         return self.sandboxes[sandbox_id]
 
     async def list(self) -> list[SandboxFacts]:
@@ -122,6 +164,94 @@ class FakeNode:
             raise NotFound(f"cannot find sandbox: {sandbox_id}", code="sandbox_not_found")
         if policy.version > self.policies[sandbox_id].version:
             self.policies[sandbox_id] = policy
+
+    # --- pause and resume ---
+
+    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
+        facts = await self._called("pause", sandbox_id, generation)
+        return self._set(facts, paused=True, settled=True)
+
+    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
+        facts = await self._called("resume", sandbox_id, generation)
+        if network.version > self.policies[sandbox_id].version:
+            self.policies[sandbox_id] = network
+        if not facts.paused:
+            return facts
+        return self._set(
+            facts, paused=False, settled=False, incarnation=facts.incarnation + 1, restored=Restored.MEMORY
+        )
+
+    async def settle(self, sandbox_id: str, *, generation: int) -> None:
+        self._set(await self._called("settle", sandbox_id, generation), settled=True)
+
+    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
+        facts = await self._called("repause", sandbox_id, generation)
+        if not facts.paused and facts.settled:
+            raise Conflict("cannot repause: its image is gone", code="wrong_state")
+        return self._set(facts, paused=True, settled=True)
+
+    async def snapshot(
+        self, sandbox_id: str, *, generation: int, snapshot: str, freeze: str | None = None, memory: bool = True
+    ) -> SnapshotFacts:
+        facts = await self._called("snapshot", sandbox_id, generation)
+        if not facts.paused and freeze is None:
+            raise Conflict("cannot make a snapshot: it runs and is not frozen", code="wrong_state")
+        self.snapshots_kept[snapshot] = SnapshotFacts(
+            id=snapshot,
+            sandbox=sandbox_id,
+            generation=generation,
+            incarnation=facts.incarnation,
+            memory=memory,
+            root=False,
+            size_bytes=1 << 20,
+            template=facts.template,
+            template_digest=facts.template_digest,
+            runtime=facts.runtime,
+            runtime_version="1",
+            cpu=2,
+            memory_mib=2048,
+            disk_mib=8192,
+            max_processes=512,
+            created_at=datetime.now(UTC),
+        )
+        await self.gates["snapshot answer"].passed()
+        self._demand_reachable()
+        return self.snapshots_kept[snapshot]
+
+    async def snapshots(self) -> list[SnapshotFacts]:
+        self._demand_reachable()
+        return list(self.snapshots_kept.values())
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        self.calls["delete_snapshot"] += 1
+        self._demand_reachable()
+        if error := self.errors.get("delete_snapshot"):
+            raise error
+        self.snapshots_kept.pop(snapshot, None)
+
+    async def _called(self, verb: str, sandbox_id: str, generation: int) -> SandboxFacts:
+        self.calls[verb] += 1
+        self._demand_reachable()
+        await self.gates[verb].passed()
+        if error := self.errors.get(verb):
+            raise error
+        facts = self.sandboxes.get(sandbox_id)
+        if facts is None:
+            raise NotFound(f"cannot find sandbox: {sandbox_id}", code="sandbox_not_found")
+        if facts.generation != generation:
+            raise Conflict("cannot do it: another generation", code="stale_generation")
+        if not facts.alive:
+            raise SandboxGone(f"cannot {verb}: it is dead", facts.exit_reason)
+        return facts
+
+    def _set(self, facts: SandboxFacts, **changes: Any) -> SandboxFacts:
+        self.sandboxes[facts.id] = facts.model_copy(update=changes)
+        return self.sandboxes[facts.id]
+
+    def _snapshot(self, snapshot: str) -> SnapshotFacts:
+        if snapshot not in self.snapshots_kept:
+            raise NotFound(f"cannot find snapshot: {snapshot}", code="snapshot_not_found")
+        return self.snapshots_kept[snapshot]
 
     async def stats(self, sandbox_id: str) -> SandboxStats:
         self._demand_reachable()
@@ -172,6 +302,14 @@ class FakeGateway:
         self.source = "gateway-1"
         self.entries: list[dict[str, Any]] = []
         self.ports: dict[tuple[str, int], dict[str, Any]] = {}
+        self.suspended: dict[str, dict[str, Any]] = {}
+        self.suspend_error: CpuosError | None = None
+        self.suspend_gate = Gate()
+        self.idle_since: dict[str, float | None] = {}
+        """None: it is busy."""
+        self.wakes_source = "gateway-process-1"
+        self.called: list[str] = []
+        self._wake_news = asyncio.Condition()
 
     async def attach(
         self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
@@ -181,9 +319,50 @@ class FakeGateway:
         if self.attach_error is not None:
             raise self.attach_error
         self.attached[sandbox_id] = generation
+        self.suspended.pop(sandbox_id, None)
+
+    async def suspend(
+        self, sandbox_id: str, *, freeze: str, if_idle_since: float | None = None, auto_resume: bool = True
+    ) -> Suspended:
+        self._demand_reachable()
+        await self.suspend_gate.passed()
+        if self.suspend_error is not None:
+            raise self.suspend_error
+        idle = self.idle_since.get(sandbox_id, 0.0)
+        if if_idle_since is not None and (idle is None or idle > if_idle_since):
+            raise Conflict("cannot suspend: it is busy", code="sandbox_busy")
+        self.suspended[sandbox_id] = {"freeze": freeze, "auto_resume": auto_resume}
+        return Suspended(processes=1, listeners=[], commands=[])
+
+    async def activity(self) -> dict[str, SandboxActivity]:
+        self._demand_reachable()
+        return {
+            one: SandboxActivity(
+                busy=self.idle_since.get(one, 0.0) is None,
+                idle_since=None if one in self.suspended else self.idle_since.get(one, 0.0),
+                suspended=one in self.suspended,
+            )
+            for one in self.attached
+        }
+
+    async def wakes(self, after: int, *, wait_s: float = 25.0) -> WakesPage:
+        self._demand_reachable()
+        async with self._wake_news:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wake_news.wait_for(lambda: len(self.called) > after)
+        wakes = [Wake(seq=seq, sandbox=one) for seq, one in enumerate(self.called, 1) if seq > after]
+        return WakesPage(source=self.wakes_source, wakes=wakes, next=len(self.called))
+
+    async def call(self, sandbox_id: str) -> None:
+        """Somebody calls a suspended sandbox, and waits."""
+        async with self._wake_news:
+            self.called.append(sandbox_id)
+            self._wake_news.notify_all()
 
     async def detach(self, sandbox_id: str, *, reason: str, text: str) -> None:
         self._demand_reachable()
+        self.suspended.pop(sandbox_id, None)
         if self.attached.pop(sandbox_id, None) is not None:
             self.ended[sandbox_id] = reason
 
@@ -313,13 +492,22 @@ async def check_nothing_is_left(server: Server) -> None:
     """Records, node, gateway, promises and open work agree."""
     records = (await server.http.get("/v1/sandboxes?state=all")).json()["sandboxes"]
     running = {one["id"] for one in records if one["state"] == "running"}
-    assert {one["state"] for one in records} <= {"running", "stopped", "failed", "lost"}
-    assert all(one["reason"] and one["ended_at"] for one in records if one["state"] != "running")
+    paused = {one["id"] for one in records if one["state"] == "paused"}
+    assert {one["state"] for one in records} <= {"running", "paused", "stopped", "failed", "lost"}
+    assert all(one["reason"] and one["ended_at"] for one in records if one["id"] not in running | paused)
     node, gateway = server.installation.node, server.installation.gateway
-    assert set(node.sandboxes) == running
-    assert all(facts.alive for facts in node.sandboxes.values())
-    assert set(gateway.attached) == running
-    assert (await server.http.get("/v1/capacity")).json()["sandboxes"]["reserved"] == len(running)
+    assert set(node.sandboxes) == running | paused
+    assert all(facts.alive and facts.settled for facts in node.sandboxes.values())
+    assert {facts.id for facts in node.sandboxes.values() if facts.paused} == paused
+    assert set(gateway.attached) == running | paused
+    assert set(gateway.suspended) == paused
+    kept = {one["id"]: one["state"] for one in (await server.http.get("/v1/snapshots")).json()["snapshots"]}
+    assert set(kept.values()) <= {"ready", "failed"}
+    assert set(node.snapshots_kept) == {one for one, state in kept.items() if state == "ready"}
+    reserved = {name: one["reserved"] for name, one in (await server.http.get("/v1/capacity")).json().items()}
+    assert reserved["sandboxes"] == len(running)
+    for name, holders in (("memory_mib", running), ("cpu", running), ("disk_mib", running | paused)):
+        assert reserved[name] == sum(one[name] for one in records if one["id"] in holders)
     database = server.installation.folder / "cpuos.db"
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("SELECT count(*) FROM open_intents").fetchone() == (0,)

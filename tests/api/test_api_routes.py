@@ -23,15 +23,27 @@ READING = {"GET", "HEAD", "OPTIONS"}
 BODIES = {
     "create_sandbox": {},
     "update_sandbox": {"labels": {}},
+    "create_snapshot": {},
+    "fork_sandbox": {},
+    "fork_snapshot": {},
     "create_link": {"path": "a"},
     "create_port": {"port": 3000},
     "update_sandbox_network": {"mode": "off"},
     "update_workspace_network": {"mode": "internet"},
 }
+NOT_FOUND = {"sandboxes": "sandbox_not_found", "snapshots": "snapshot_not_found"}
+VERBS = {"create", "get", "list", "update", "delete", "pause", "resume", "fork"}
 
 
 def name(route: Route) -> str:
     return f"{route.method} {route.path}"
+
+
+async def ref_of(server: Server, route: Route, sandbox: str) -> str:
+    """What the route is about: the sandbox, or a snapshot of it."""
+    if not route.path.startswith("/v1/snapshots/"):
+        return sandbox
+    return (await server.http.post(f"/v1/sandboxes/{sandbox}/snapshots", json={})).json()["id"]
 
 
 async def call(server: Server, route: Route, ref: str, key: str | None) -> httpx2.Response:
@@ -52,7 +64,7 @@ def test_every_route_has_a_permission_and_a_changing_one_is_audited(route: Route
         noun, _, verb = route.audit.partition(".")
         assert noun.isalpha()
         assert verb.isalpha()
-    assert route.handler.__name__.split("_")[0] in {"create", "get", "list", "update", "delete"}
+    assert route.handler.__name__.split("_")[0] in VERBS
 
 
 async def test_the_table_is_all_that_is_served(server: Server) -> None:
@@ -98,7 +110,8 @@ async def test_every_changing_route_leaves_intent_and_outcome(server: Server) ->
             continue
         before = (await server.http.get("/v1/audit", params={"limit": 1000})).json()["entries"]
         sandbox = (await server.created())["id"]
-        answer = await call(server, route, sandbox, server.installation.key)
+        ref = await ref_of(server, route, sandbox)
+        answer = await call(server, route, ref, server.installation.key)
         assert answer.status_code == route.status, answer.text
         failed = await call(server, route, "none-such", server.installation.key)
         after = (await server.http.get("/v1/audit", params={"limit": 1000})).json()["entries"]
@@ -111,7 +124,7 @@ async def test_every_changing_route_leaves_intent_and_outcome(server: Server) ->
         assert results == [("intent", None), ("outcome", "ok"), ("intent", None), ("outcome", "error")], route.audit
         assert new[1]["intent_id"] == new[0]["id"]
         assert new[1]["sandbox"] == sandbox
-        assert new[3]["detail"]["code"] == "sandbox_not_found"
+        assert new[3]["detail"]["code"] == NOT_FOUND[route.path.split("/")[2]]
 
 
 async def test_a_revoked_key_is_refused(installation: Installation) -> None:
@@ -131,10 +144,11 @@ async def test_another_workspace_sees_nothing(server: Server) -> None:
     for route in ROUTES:
         if "{ref}" not in route.path:
             continue
-        for ref in (sandbox, "mine", sandbox[:5]):
+        mine = await ref_of(server, route, sandbox)
+        for ref in (mine, "mine", mine[:5]):
             answer = await call(server, route, ref, key)
             assert answer.status_code == 404, name(route)
-            assert error_of(answer)["code"] == "sandbox_not_found"
+            assert error_of(answer)["code"] == NOT_FOUND[route.path.split("/")[2]]
     headers = {"authorization": f"Bearer {key}"}
     assert sandbox not in (await server.http.get("/v1/sandboxes?state=all", headers=headers)).text
     entries = (await server.http.get("/v1/audit", headers=headers)).json()["entries"]

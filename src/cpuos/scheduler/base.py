@@ -118,6 +118,10 @@ class Scheduler(Protocol):
         changed; less always passes."""
         ...
 
+    def park(self, key: str) -> None:
+        """Of what `key` holds only the disk is needed now. Nothing held is fine."""
+        ...
+
     def adopt(self, held: Mapping[str, tuple[str, Capacity]]) -> None:
         """Hold exactly these committed reservations (key to node and amount), as the records say after a restart."""
         ...

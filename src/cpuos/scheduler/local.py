@@ -76,6 +76,12 @@ class LocalScheduler:
         self._reservations[key] = _Reservation(node=node, amount=amount, committed=True)
         self._reserved = self._reserved.plus(more)
 
+    def park(self, key: str) -> None:
+        held = self._reservations.get(key)
+        if held is not None:
+            self._reservations[key] = replace(held, amount=held.amount.parked)
+            self._reserved = self._reserved.minus(held.amount).plus(held.amount.parked)
+
     def adopt(self, held: Mapping[str, tuple[str, Capacity]]) -> None:
         pending = {key: one for key, one in self._reservations.items() if not one.committed}
         recorded = {key: _Reservation(node=node, amount=amount, committed=True) for key, (node, amount) in held.items()}

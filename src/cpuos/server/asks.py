@@ -13,7 +13,7 @@ from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeSandboxCreate
 from cpuos.types.sandbox import SandboxCreate, SandboxState
 
-__all__ = ["amount_of", "demand_of_request", "hostname_of", "new_id", "node_request", "snapshot_amount"]
+__all__ = ["amount_of", "demand_of_request", "hostname_of", "new_id", "node_request", "snapshot_amount", "whole_of"]
 
 _ID_LETTERS = string.ascii_lowercase + string.digits
 
@@ -38,8 +38,12 @@ def demand_of_request(request: SandboxCreate, *, origin: Row[Any] | None) -> Dem
 
 def amount_of(row: Row[Any]) -> Capacity:
     """What the sandbox on record holds of its node: a paused one its disk alone."""
-    whole = Capacity(sandboxes=1, cpu=row.cpu, memory_mib=row.memory_mib, disk_mib=row.disk_mib)
-    return whole.parked if row.state == SandboxState.PAUSED.value else whole
+    return whole_of(row).parked if row.state == SandboxState.PAUSED.value else whole_of(row)
+
+
+def whole_of(row: Row[Any]) -> Capacity:
+    """What it holds while it runs."""
+    return Capacity(sandboxes=1, cpu=row.cpu, memory_mib=row.memory_mib, disk_mib=row.disk_mib)
 
 
 def snapshot_amount(row: Row[Any]) -> Capacity:

@@ -33,12 +33,16 @@ from cpuos.server.idempotency import Idempotency
 from cpuos.server.journal import JournalIngest
 from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
+from cpuos.server.pausing import Pausing
 from cpuos.server.policies import AllowAll, Policy
 from cpuos.server.quotas import Quotas
 from cpuos.server.reconciler import Reconciler
 from cpuos.server.settlement import Settlement
+from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
 from cpuos.server.tickets import TicketSigner, load_ticket_key
+from cpuos.server.wakes import Wakes
+from cpuos.types.blocked import Exemption
 from cpuos.types.installation import Health, PartHealth
 from cpuos.types.sandbox import LIVE_STATES, Access, Sandbox, SandboxState
 
@@ -64,6 +68,8 @@ class ServerOptions:
     """A sandbox that is not running by then is failed."""
     agent_wait_s: float = 30.0
     """How long the agent of a sandbox whose process runs may take to answer."""
+    resume_wait_s: float = 5.0
+    """The same after a resume; asked twice before the sandbox is paused again."""
     outcome_deadline_s: float = 600.0
     """An audit intent without outcome is `unknown` after this."""
     idempotency_wait_s: float = 90.0
@@ -72,6 +78,8 @@ class ServerOptions:
     connection_records: int = 50_000
     """Connections recorded of one sandbox; those beyond are counted."""
     connection_retention_s: float = 30 * 86400.0
+    network_exceptions: tuple[Exemption, ...] = ()
+    """What the operator has opened of what is always blocked."""
     stop_grace_s: float = 2.0
     """How long a stopping server waits for work whose callers it has let go."""
 
@@ -85,6 +93,8 @@ class ControlPlane:
     gateway: GatewayControl
     tickets: TicketSigner
     lifecycle: Lifecycle
+    pausing: Pausing
+    snapshots: Snapshots
     networks: Networks
     reconciler: Reconciler
     guard: Guard
@@ -233,14 +243,31 @@ async def _wire(
         create_deadline_s=options.create_deadline_s,
         agent_wait_s=options.agent_wait_s,
     )
+    pausing = Pausing(
+        database=database,
+        scheduler=scheduler,
+        gateway=gateway,
+        networks=networks,
+        lifecycle=lifecycle,
+        audit=audit,
+        tasks=tasks,
+        clock=clock,
+        wait_s=options.resume_wait_s,
+    )
+    snapshots = Snapshots(
+        database=database, scheduler=scheduler, lifecycle=lifecycle, pausing=pausing, quotas=quotas, clock=clock
+    )
     reconciler = Reconciler(
         database=database,
         scheduler=scheduler,
         lifecycle=lifecycle,
+        pausing=pausing,
+        wakes=Wakes(database=database, gateway=gateway, pausing=pausing, tasks=tasks, clock=clock),
+        snapshots=snapshots,
         networks=networks,
         journal=JournalIngest(database, gateway),
         connections=_connections(options, database, records, clock),
-        settlement=Settlement(database=database, audit=audit, idempotency=idempotency),
+        settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=lifecycle),
         tasks=tasks,
         clock=clock,
         record_retention_s=options.record_retention_s,
@@ -264,6 +291,8 @@ async def _wire(
         gateway=gateway,
         tickets=TicketSigner(load_ticket_key(options.ticket_key), clock),
         lifecycle=lifecycle,
+        pausing=pausing,
+        snapshots=snapshots,
         networks=networks,
         reconciler=reconciler,
         guard=guard,

@@ -14,6 +14,7 @@ __all__ = [
     "Expire",
     "FailCreate",
     "FinishCreate",
+    "FinishMove",
     "FinishStop",
     "Lose",
     "Record",
@@ -48,6 +49,8 @@ class World:
     """When the node was asked for all its sandboxes; None: `facts` are only some, absence says nothing."""
     unowned_since: Mapping[str, datetime]
     unowned_grace: timedelta
+    moving_grace: timedelta = timedelta(seconds=60)
+    """So long after its time one may still be between two states, before it is ended all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,10 @@ class FinishCreate(Action):
 
 class FinishStop(Action):
     pass
+
+
+class FinishMove(Action):
+    """Its pause or resume was left undecided, or the node has it in another way than its record says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +121,15 @@ def _on_record(world: World, record: Record, facts: SandboxFacts | None) -> Acti
         if gone or late:
             return FailCreate(**which, reason="the server was restarted before the node had made it")
         return None
+    moving = record.state in (SandboxState.PAUSING, SandboxState.RESUMING)
+    if record.busy and (moving or record.state is SandboxState.PAUSED):
+        return None  # what works at it looks itself
     if dead or gone:
         return Lose(**which, reason=reason)
+    if moving and (record.expires_at is None or world.now < record.expires_at + world.moving_grace):
+        return FinishMove(**which)
+    if same and not record.busy and facts.paused is (record.state is SandboxState.RUNNING):
+        return FinishMove(**which)
     if record.expires_at is not None and record.expires_at <= world.now:
         return Expire(**which, reason=f"its time of {_duration(record.timeout_s)} ended")
     return None

@@ -212,7 +212,10 @@ class Lifecycle:
             changes: dict[str, Any] = {}
             if request.timeout_s is not None:
                 changes["timeout_s"] = request.timeout_s
-                changes["expires_at"] = self._clock() + timedelta(seconds=request.timeout_s)
+                if row.paused_at is None:
+                    changes["expires_at"] = self._clock() + timedelta(seconds=request.timeout_s)
+                else:
+                    changes["left_s"] = request.timeout_s
             if request.labels is not None:
                 changes["labels"] = request.labels
             if not changes:

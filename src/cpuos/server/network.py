@@ -89,6 +89,7 @@ class Networks:
 
     async def _pending(self, workspace: str | None) -> Sequence[Row[Any]]:
         # One that is being created gets its policy with its create; what changed meanwhile is told once it runs.
+        # A paused one gets it with its resume.
         running = _rows.c.state == SandboxState.RUNNING.value
         statement = select(*_rows.c).where(running, _rows.c.network_applied < _rows.c.network_version)
         if workspace is not None:
@@ -98,8 +99,8 @@ class Networks:
 
     async def tell(self, row: Row[Any]) -> bool:
         """Tell the sandbox's node the newest policy on record; whether it has put it in place."""
-        if row.state == SandboxState.CREATING.value:
-            return True  # its create looks again once it runs
+        if row.state in (SandboxState.CREATING.value, SandboxState.PAUSED.value):
+            return True  # its create looks again once it runs, its resume begins with the newest
         policy = await self.effective(row)
         try:
             await self._scheduler.client(row.node).update_network(row.id, generation=row.generation, policy=policy)

@@ -12,12 +12,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from cpuos.errors import LimitReached
 from cpuos.server.db.models import Workspace
 from cpuos.server.db.sandboxes import count_live
+from cpuos.server.db.snapshots import count_snapshots
 
 __all__ = ["MAX_CALLS", "Quotas"]
 
 # Changing calls of one workspace at once. Above it the answer is a refusal, not a queue without end.
 MAX_CALLS = 512
-_LIMIT = select(Workspace.__table__.c.max_sandboxes).where(Workspace.__table__.c.id == bindparam("workspace"))
+_workspaces = Workspace.__table__
+_LIMIT = select(_workspaces.c.max_sandboxes).where(_workspaces.c.id == bindparam("workspace"))
+_SNAPSHOT_LIMIT = select(_workspaces.c.max_snapshots).where(_workspaces.c.id == bindparam("workspace"))
 
 
 class Quotas:
@@ -41,13 +44,27 @@ class Quotas:
         finally:
             self._calls[workspace] -= 1
 
-    async def check_sandboxes(self, connection: AsyncConnection, workspace: str) -> None:
+    async def check_sandboxes(self, connection: AsyncConnection, workspace: str, *, more: int = 1) -> None:
         """In the transaction that inserts one more, so that a race cannot pass it."""
         limit = (await connection.execute(_LIMIT, {"workspace": workspace})).scalar_one()
-        if limit is not None and await count_live(connection, workspace) >= limit:
+        if limit is None:
+            return
+        live = await count_live(connection, workspace)
+        if live + more > limit:
             raise LimitReached(
-                f"cannot create sandbox: the workspace has its {limit} live sandboxes",
-                "its quota allows no more at once",
+                f"cannot create sandbox: the workspace has {live} of its {limit} live sandboxes",
+                f"its quota does not allow {more} more",
                 hint="cpuos ls, then cpuos kill SANDBOX",
                 details={"limit": "sandboxes", "max": limit},
+            )
+
+    async def check_snapshots(self, connection: AsyncConnection, workspace: str) -> None:
+        """In the transaction that inserts one more."""
+        limit = (await connection.execute(_SNAPSHOT_LIMIT, {"workspace": workspace})).scalar_one()
+        if limit is not None and await count_snapshots(connection, workspace) >= limit:
+            raise LimitReached(
+                f"cannot make a snapshot: the workspace has its {limit} snapshots",
+                "its quota allows no more",
+                hint="cpuos snapshots ls, then cpuos snapshots rm SNAPSHOT",
+                details={"limit": "snapshots", "max": limit},
             )

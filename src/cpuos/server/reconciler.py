@@ -22,6 +22,7 @@ from cpuos.server.decide import (
     Expire,
     FailCreate,
     FinishCreate,
+    FinishMove,
     FinishStop,
     Lose,
     Record,
@@ -32,10 +33,13 @@ from cpuos.server.decide import (
 from cpuos.server.journal import JournalIngest
 from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
+from cpuos.server.pausing import Pausing
 from cpuos.server.settlement import Settlement
+from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
+from cpuos.server.wakes import Wakes
 from cpuos.types.node import SandboxFacts
-from cpuos.types.sandbox import LIVE_STATES, SandboxState
+from cpuos.types.sandbox import LIVE_STATES, OnEnd, SandboxState
 
 __all__ = ["Reconciler"]
 
@@ -56,6 +60,9 @@ class Reconciler:
         database: Database,
         scheduler: Scheduler,
         lifecycle: Lifecycle,
+        pausing: Pausing,
+        wakes: Wakes,
+        snapshots: Snapshots,
         networks: Networks,
         journal: JournalIngest,
         connections: ConnectionIngest,
@@ -68,6 +75,9 @@ class Reconciler:
         self._database = database
         self._scheduler = scheduler
         self._lifecycle = lifecycle
+        self._pausing = pausing
+        self._wakes = wakes
+        self._snapshots = snapshots
         self._networks = networks
         self._journal = journal
         self._connections = connections
@@ -84,6 +94,8 @@ class Reconciler:
             (self.tick, TICK_S),
             (self.sweep, SWEEP_S),
             (self.tell_networks, TICK_S),
+            (self.pause_idle, TICK_S),
+            (self._wakes.follow, 0),
             (self.ingest, TICK_S),
             (self.ingest_connections, TICK_S),
         ]
@@ -109,6 +121,7 @@ class Reconciler:
         listed_at = self._clock()
         facts = await self._scheduler.client(self._node).list()
         await self._apply(facts, listed_at=listed_at)
+        await self._snapshots.tidy()
         await self._settlement.prune()
         await self._connections.prune()
 
@@ -122,6 +135,10 @@ class Reconciler:
     async def tell_networks(self) -> None:
         """Network policies that their nodes have not put in place yet. A step of its own: nothing holds it up."""
         await self._networks.tell_pending()
+
+    async def pause_idle(self) -> None:
+        """What was idle for its time is paused or ended."""
+        await self._wakes.pause_idle()
 
     async def ingest(self) -> None:
         """Take over the gateway's journal."""
@@ -159,9 +176,10 @@ class Reconciler:
             except CpuosError as error:
                 if error.why != put_off:  # said once, not every second
                     _log.warning("reconciler step put off", step=step.__name__, error=str(error))
-                put_off, wait_s = error.why, min(every_s, TICK_S)
+                put_off, wait_s = error.why, min(every_s or RETRY_S, TICK_S)
             except Exception:
                 _log.exception("reconciler step failed", step=step.__name__)
+                wait_s = every_s or TICK_S
             await asyncio.sleep(wait_s)
 
     # --- deciding and doing ---
@@ -197,6 +215,12 @@ class Reconciler:
                     await self._lifecycle.finish_create(row, facts)
                 case FinishStop() if row is not None:
                     await self._lifecycle.finish_stop(row)
+                case FinishMove() if row is not None:
+                    await self._pausing.finish(row)
+                case Expire() if (
+                    row is not None and row.on_timeout == OnEnd.PAUSE and row.state == SandboxState.RUNNING
+                ):
+                    await self._pausing.expire(row, reason=action.reason)
                 case Expire() if row is not None:
                     await self._lifecycle.expire(row, reason=action.reason)
                 case Remove():

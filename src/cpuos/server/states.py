@@ -7,7 +7,7 @@ from enum import StrEnum
 from cpuos.errors import Conflict, CpuosError, SandboxGone
 from cpuos.types.sandbox import SandboxState
 
-__all__ = ["TRANSITIONAL_STATES", "TRANSITIONS", "Verb", "next_state", "sources", "unusable"]
+__all__ = ["REACHABLE_STATES", "TRANSITIONAL_STATES", "TRANSITIONS", "Verb", "next_state", "sources", "unusable"]
 
 
 class Verb(StrEnum):
@@ -60,6 +60,9 @@ TRANSITIONS: dict[SandboxState, dict[Verb, SandboxState]] = {
 
 TRANSITIONAL_STATES = frozenset({S.CREATING, S.PAUSING, S.RESUMING, S.STOPPING})
 """States that some work must end; the reconciler sees to it that they do."""
+
+REACHABLE_STATES = frozenset({S.RUNNING, S.PAUSING, S.PAUSED, S.RESUMING})
+"""Calls have a way in: the gateway lets them wait until a paused one runs again."""
 
 
 def next_state(state: SandboxState, verb: Verb) -> SandboxState | None:

@@ -36,6 +36,10 @@ class Tasks:
         task.add_done_callback(lambda _: self._shared.pop(key, None))
         return task
 
+    def find(self, subject: str, verb: str) -> asyncio.Task[Any] | None:
+        """The shared work of this verb on this subject, while it runs."""
+        return self._shared.get((subject, verb))
+
     def busy(self, subject: str) -> bool:
         """Some shared work runs on the subject."""
         return any(key[0] == subject for key in self._shared)

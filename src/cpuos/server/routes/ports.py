@@ -11,7 +11,7 @@ from sqlalchemy import Row
 from cpuos.server.control_plane import ControlPlane
 from cpuos.server.db import ports as records
 from cpuos.server.routes.called import Called, Plane, Ref, find
-from cpuos.server.states import unusable
+from cpuos.server.states import REACHABLE_STATES, unusable
 from cpuos.types.port import Port, PortAccess, PortCreate, PortList
 from cpuos.types.sandbox import SandboxState
 
@@ -22,7 +22,7 @@ Number = Annotated[int, Path(ge=1, le=65535)]
 
 
 async def create_port(ref: Ref, body: PortCreate, plane: Plane, call: Called) -> PortAccess:
-    """Publish a port of a running sandbox, or give another token for one that is published.
+    """Publish a port of a running or paused sandbox, or give another token for one that is published.
 
     Whether something listens there does not matter yet. A public port stays public until it is closed.
     """
@@ -68,7 +68,7 @@ async def create_port(ref: Ref, body: PortCreate, plane: Plane, call: Called) ->
 
 
 async def list_ports(ref: Ref, plane: Plane, call: Called) -> PortList:
-    """Published ports; of a sandbox that does not run there are none."""
+    """Published ports; of a sandbox that has ended there are none."""
     return await _published(await find(plane, call, ref), plane)
 
 
@@ -92,13 +92,13 @@ async def delete_port(ref: Ref, port: Number, plane: Plane, call: Called) -> Por
 async def _running(ref: str, plane: ControlPlane, call: Any, *, action: str) -> Row[Any]:
     row = await find(plane, call, ref)
     state = SandboxState(row.state)
-    if state is not SandboxState.RUNNING:
+    if state not in REACHABLE_STATES:
         raise unusable(row.id, state, reason=row.reason, action=action)
     return row
 
 
 async def _published(row: Row[Any], plane: ControlPlane) -> PortList:
-    if SandboxState(row.state) is not SandboxState.RUNNING:
+    if SandboxState(row.state) not in REACHABLE_STATES:
         return PortList(ports=[])
     async with plane.database.read() as connection:
         found = await records.list_ports(connection, row.id)

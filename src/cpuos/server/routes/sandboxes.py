@@ -33,7 +33,9 @@ async def create_sandbox(body: SandboxCreate, plane: Plane, call: Called) -> San
     """
     actor = call.actor
     intent = call.intent.id if call.intent else None
-    row = await plane.lifecycle.create(body, workspace=actor.workspace, actor=actor.id, intent=intent, begun=call.begin)
+    row = await plane.snapshots.create_sandbox(
+        body, workspace=actor.workspace, actor=actor.id, intent=intent, begun=call.begin
+    )
     return SandboxCreated(sandbox=sandbox_of(row), access=plane.access(row, actor=actor.id))
 
 

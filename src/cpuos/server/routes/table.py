@@ -23,6 +23,18 @@ from cpuos.server.routes.sandboxes import (
     list_sandboxes,
     update_sandbox,
 )
+from cpuos.server.routes.snapshots import (
+    ReplayFork,
+    ReplaySnapshot,
+    create_snapshot,
+    delete_snapshot,
+    fork_sandbox,
+    fork_snapshot,
+    get_snapshot,
+    list_snapshots,
+    pause_sandbox,
+    resume_sandbox,
+)
 
 __all__ = ["ROUTES"]
 
@@ -33,6 +45,10 @@ ROUTES: tuple[Route, ...] = (
     Route(method="GET",    path="/v1/sandboxes/{ref}",        handler=get_sandbox,    permission=P.SANDBOXES_READ),
     Route(method="PATCH",  path="/v1/sandboxes/{ref}",        handler=update_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.update"),
     Route(method="DELETE", path="/v1/sandboxes/{ref}",        handler=delete_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.kill"),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/pause",  handler=pause_sandbox,  permission=P.SANDBOXES_WRITE,  audit="sandbox.pause"),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/resume", handler=resume_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.resume"),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/snapshots", handler=create_snapshot, permission=P.SANDBOXES_WRITE, audit="sandbox.snapshot", status=201, replay=ReplaySnapshot()),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/fork",   handler=fork_sandbox,   permission=P.SANDBOXES_WRITE,  audit="sandbox.fork", status=201, replay=ReplayFork()),
     Route(method="POST",   path="/v1/sandboxes/{ref}/access", handler=create_access,  permission=P.SANDBOXES_ACCESS, audit="access.create"),
     Route(method="POST",   path="/v1/sandboxes/{ref}/links",  handler=create_link,    permission=P.SANDBOXES_ACCESS, audit="link.create", status=201),
     Route(method="POST",   path="/v1/sandboxes/{ref}/ports",  handler=create_port,    permission=P.SANDBOXES_ACCESS, audit="port.open"),
@@ -41,6 +57,10 @@ ROUTES: tuple[Route, ...] = (
     Route(method="GET",    path="/v1/sandboxes/{ref}/network", handler=get_sandbox_network, permission=P.SANDBOXES_READ),
     Route(method="PUT",    path="/v1/sandboxes/{ref}/network", handler=update_sandbox_network, permission=P.SANDBOXES_WRITE, audit="sandbox.network"),
     Route(method="GET",    path="/v1/sandboxes/{ref}/connections", handler=list_sandbox_connections, permission=P.AUDIT_READ),
+    Route(method="GET",    path="/v1/snapshots",              handler=list_snapshots, permission=P.SANDBOXES_READ),
+    Route(method="GET",    path="/v1/snapshots/{ref}",        handler=get_snapshot,   permission=P.SANDBOXES_READ),
+    Route(method="DELETE", path="/v1/snapshots/{ref}",        handler=delete_snapshot, permission=P.SANDBOXES_WRITE, audit="snapshot.delete"),
+    Route(method="POST",   path="/v1/snapshots/{ref}/fork",   handler=fork_snapshot,  permission=P.SANDBOXES_WRITE,  audit="snapshot.fork", status=201, replay=ReplayFork()),
     Route(method="GET",    path="/v1/workspace/network",      handler=get_workspace_network, permission=P.SANDBOXES_READ),
     Route(method="PUT",    path="/v1/workspace/network",      handler=update_workspace_network, permission=P.WORKSPACE_WRITE, audit="workspace.network"),
     Route(method="GET",    path="/v1/audit",                  handler=list_audit,     permission=P.AUDIT_READ),
