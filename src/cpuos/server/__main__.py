@@ -34,6 +34,7 @@ from cpuos.server.first_start import make_first_key, make_key, write_first_key
 from cpuos.server.gateway import LocalGatewayControl
 from cpuos.server.tickets import load_ticket_key, publish_public_key
 from cpuos.settings import Settings, load_settings, publish_endpoint, read_endpoint
+from cpuos.types.exceptions import parse_exceptions
 
 __all__ = ["main"]
 
@@ -125,6 +126,7 @@ def _options(settings: Settings) -> ServerOptions:
         record_retention_s=settings.record_retention_s,
         connection_records=settings.connection_records,
         connection_retention_s=settings.connection_retention_s,
+        network_exceptions=parse_exceptions(settings.network_exceptions),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Query
 
+from cpuos.server.allow_lists import check_allow_list
 from cpuos.server.connections import list_connections
 from cpuos.server.routes.called import Called, Plane, Ref, find
 from cpuos.types.network import ConnectionList, NetworkPolicy, SandboxNetwork, Verdict, WorkspaceNetwork
@@ -28,6 +29,7 @@ async def get_sandbox_network(ref: Ref, plane: Plane, call: Called) -> SandboxNe
 async def update_sandbox_network(ref: Ref, body: NetworkPolicy, plane: Plane, call: Called) -> SandboxNetwork:
     """Replace the sandbox's policy, and answer when it holds and connections that it forbids are cut."""
     row = await find(plane, call, ref)
+    check_allow_list(body, exemptions=plane.options.network_exceptions)
     call.detail |= body.model_dump(mode="json")
     return await plane.networks.describe(await plane.networks.update_sandbox(row, body))
 
@@ -38,6 +40,7 @@ async def get_workspace_network(plane: Plane, call: Called) -> WorkspaceNetwork:
 
 async def update_workspace_network(body: NetworkPolicy, plane: Plane, call: Called) -> WorkspaceNetwork:
     """Replace the policy that holds for every sandbox of the workspace beside its own; answer when it holds."""
+    check_allow_list(body, exemptions=plane.options.network_exceptions)
     call.detail |= body.model_dump(mode="json")
     await plane.networks.update_workspace(call.actor.workspace, body)
     return WorkspaceNetwork(policy=body)

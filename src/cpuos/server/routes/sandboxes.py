@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Request
 
 from cpuos.errors import InvalidRequest
+from cpuos.server.allow_lists import check_allow_list
 from cpuos.server.db import sandboxes as records
 from cpuos.server.db.sandboxes import sandbox_of
 from cpuos.server.routes.called import Called, Plane, Ref, find
@@ -31,6 +32,7 @@ async def create_sandbox(body: SandboxCreate, plane: Plane, call: Called) -> San
     The work goes on to its end when the caller goes away; the sandbox then lives until its timeout, and a repeat with
     the same Idempotency-Key answers the same sandbox.
     """
+    check_allow_list(body.network, exemptions=plane.options.network_exceptions, field="network.allow")
     actor = call.actor
     intent = call.intent.id if call.intent else None
     row = await plane.snapshots.create_sandbox(
