@@ -43,7 +43,6 @@ from cpuos.server.tasks import Tasks
 from cpuos.server.tickets import TicketSigner, load_ticket_key
 from cpuos.server.wakes import Wakes
 from cpuos.types.blocked import Exemption
-from cpuos.types.blocked import Exemption
 from cpuos.types.installation import Health, PartHealth
 from cpuos.types.sandbox import LIVE_STATES, Access, Sandbox, SandboxState
 
@@ -79,8 +78,6 @@ class ServerOptions:
     connection_records: int = 50_000
     """Connections recorded of one sandbox; those beyond are counted."""
     connection_retention_s: float = 30 * 86400.0
-    network_exceptions: tuple[Exemption, ...] = ()
-    """What the operator has opened of what is always blocked."""
     network_exceptions: tuple[Exemption, ...] = ()
     """What the operator has opened of what is always blocked."""
     stop_grace_s: float = 2.0
