@@ -34,7 +34,7 @@ CREATE = [
 ]
 DELETE = [
     f"delete.{step}.{side}"
-    for step in ("record", "destroy", "slot", "disk", "workdir", "gone")
+    for step in ("record", "image", "destroy", "slot", "disk", "workdir", "gone")
     for side in ("before", "after")
 ]
 

@@ -6,6 +6,7 @@ The socket that carries it is root on this machine: its peers are checked before
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,7 +22,15 @@ from starlette.routing import Route
 from cpuos.errors import CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
 from cpuos.node.facts import NodeFactsReader
 from cpuos.node.service import NodeService
-from cpuos.types.node import NodeNetworkUpdate, NodeSandboxCreate
+from cpuos.types.node import (
+    NodeGeneration,
+    NodeNetworkUpdate,
+    NodePause,
+    NodeResume,
+    NodeSandboxCreate,
+    NodeSnapshotCreate,
+)
+from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
 __all__ = ["ROUTES", "create_api"]
 
@@ -80,6 +89,42 @@ async def _put_network(call: _Call) -> None:
     await call.service.update_network(call.sandbox_id, generation=update.generation, policy=update.policy)
 
 
+async def _pause_sandbox(call: _Call) -> BaseModel:
+    asked = _parse(NodePause, await _read_body(call.request))
+    return await call.service.pause(call.sandbox_id, generation=asked.generation, freeze=asked.freeze)
+
+
+async def _resume_sandbox(call: _Call) -> BaseModel:
+    asked = _parse(NodeResume, await _read_body(call.request))
+    return await call.service.resume(call.sandbox_id, generation=asked.generation, network=asked.network)
+
+
+async def _settle_sandbox(call: _Call) -> None:
+    asked = _parse(NodeGeneration, await _read_body(call.request))
+    await call.service.settle(call.sandbox_id, generation=asked.generation)
+
+
+async def _repause_sandbox(call: _Call) -> BaseModel:
+    asked = _parse(NodeGeneration, await _read_body(call.request))
+    return await call.service.repause(call.sandbox_id, generation=asked.generation)
+
+
+async def _snapshot_sandbox(call: _Call) -> BaseModel:
+    asked = _parse(NodeSnapshotCreate, await _read_body(call.request))
+    return await call.service.snapshot(call.sandbox_id, asked)
+
+
+async def _list_snapshots(call: _Call) -> dict[str, Any]:
+    return {"snapshots": await call.service.snapshots()}
+
+
+async def _delete_snapshot(call: _Call) -> None:
+    snapshot = call.request.path_params["snapshot"]
+    if re.fullmatch(SANDBOX_ID_PATTERN, snapshot) is None:
+        raise NotFound(f"cannot find snapshot: {snapshot}", "that is not an id of one", code="snapshot_not_found")
+    await call.service.delete_snapshot(snapshot)
+
+
 async def _get_stats(call: _Call) -> BaseModel:
     return await call.service.stats(call.sandbox_id)
 
@@ -98,6 +143,13 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("DELETE", "/v1/sandboxes/{sandbox_id}", _delete_sandbox),
     ("PUT", "/v1/sandboxes/{sandbox_id}/network", _put_network),
     ("GET", "/v1/sandboxes/{sandbox_id}/stats", _get_stats),
+    ("POST", "/v1/sandboxes/{sandbox_id}/pause", _pause_sandbox),
+    ("POST", "/v1/sandboxes/{sandbox_id}/resume", _resume_sandbox),
+    ("POST", "/v1/sandboxes/{sandbox_id}/settle", _settle_sandbox),
+    ("POST", "/v1/sandboxes/{sandbox_id}/repause", _repause_sandbox),
+    ("POST", "/v1/sandboxes/{sandbox_id}/snapshot", _snapshot_sandbox),
+    ("GET", "/v1/snapshots", _list_snapshots),
+    ("DELETE", "/v1/snapshots/{snapshot}", _delete_snapshot),
     ("GET", "/v1/changes", _get_changes),
 ]
 

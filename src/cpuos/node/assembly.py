@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from cpuos.node.images import ImageStore, pause_name
 from cpuos.node.journal import Record
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
@@ -18,7 +19,10 @@ from cpuos.runtimes.base import Process, Runtime, SandboxSpec
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
-__all__ = ["Assembly"]
+__all__ = ["AGENT", "DISK", "Assembly"]
+
+# Names in the folder of an image; a sandbox's work folder has an agent of its own too.
+AGENT, DISK = "agent", "disk.img"
 
 
 class Assembly:
@@ -33,6 +37,7 @@ class Assembly:
         runtimes: RuntimeTable,
         disks: Disks,
         slots: Slots,
+        images: ImageStore,
     ) -> None:
         self._workdirs = workdirs
         self._agent = agent
@@ -40,6 +45,7 @@ class Assembly:
         self._runtimes = runtimes
         self.disks = disks
         self.slots = slots
+        self.images = images
         workdirs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def spec_of(self, record: Record, *, template_image: Path) -> SandboxSpec:
@@ -56,35 +62,71 @@ class Assembly:
             workdir=self._workdirs / record.id,
             disk=self.disks.path(record.id),
             netns=self.slots.path(record.id),
-            agent=self._agent,
+            agent=self._workdirs / record.id / AGENT,
             node_public_key=self._node_public_key,
         )
 
-    def part_steps(self, spec: SandboxSpec, *, network: EffectivePolicy) -> list[Step]:
-        """What must be there before the process; none of these needs another."""
+    def part_steps(self, spec: SandboxSpec, *, network: EffectivePolicy, image: Path | None = None) -> list[Step]:
+        """What must be there before the process; none of these needs another. `image`: the snapshot to begin with."""
 
         async def make_disk() -> None:
-            await self.disks.create(spec.id, size_mib=spec.disk_mib)
+            if image is None:
+                await self.disks.create(spec.id, size_mib=spec.disk_mib)
+            else:
+                await self.disks.create_from(spec.id, image=image / DISK, size_mib=spec.disk_mib)
 
         async def take_slot() -> None:
             await self.slots.take(spec.id, network)
 
         return [
-            Step(name="workdir", do=lambda: self._make_workdir(spec.id), undo=lambda: self._clear_workdir(spec.id)),
+            Step(
+                name="workdir",
+                do=lambda: self._make_workdir(spec.id, agent=self._agent if image is None else image / AGENT),
+                undo=lambda: self._clear_workdir(spec.id),
+            ),
             Step(name="disk", do=make_disk, undo=lambda: self.disks.remove(spec.id)),
             Step(name="slot", do=take_slot, undo=lambda: self.slots.release(spec.id)),
         ]
 
-    def start_step(self, spec: SandboxSpec, runtime: Runtime, *, started: Callable[[Process], Awaitable[None]]) -> Step:
-        """The process, which needs all other parts; `started` hears of it at once."""
+    def unpark_steps(self, sandbox_id: str, *, network: EffectivePolicy) -> list[Step]:
+        """What a paused sandbox needs before its process; none of these needs another."""
+
+        async def unpark() -> None:
+            await self.disks.unpark(sandbox_id)
+
+        async def take_slot() -> None:
+            await self.slots.take(sandbox_id, network)
+
+        return [
+            Step(name="disk", do=unpark, undo=lambda: self.disks.park(sandbox_id)),
+            Step(name="slot", do=take_slot, undo=lambda: self.slots.release(sandbox_id)),
+        ]
+
+    def park_steps(self, sandbox_id: str, *, runtime: Runtime) -> list[Step]:
+        """All but files goes, the process first. Each step may be repeated and bears "nothing there"."""
+        return [
+            Step(name="destroy", do=lambda: runtime.destroy(sandbox_id)),
+            Step(name="slot", do=lambda: self.slots.release(sandbox_id)),
+            Step(name="disk", do=lambda: self.disks.park(sandbox_id)),
+        ]
+
+    def start_step(
+        self,
+        spec: SandboxSpec,
+        runtime: Runtime,
+        *,
+        started: Callable[[Process], Awaitable[None]],
+        memory: Path | None = None,
+    ) -> Step:
+        """The process, begun or taken up from `memory`, which needs all other parts; `started` hears of it at once."""
 
         async def start() -> None:
-            await started(await runtime.start(spec))
+            await started(await (runtime.start(spec) if memory is None else runtime.restore(spec, image=memory)))
 
         return Step(name="start", do=start, undo=lambda: runtime.destroy(spec.id))
 
     def end_steps(self, sandbox_id: str, *, runtimes: list[Runtime]) -> list[Step]:
-        """All parts, the process first. Each step may be repeated and bears "nothing there"."""
+        """All parts; of those on the host the process first. Each step may be repeated and bears "nothing there"."""
 
         async def destroy() -> None:
             for runtime in runtimes:
@@ -97,6 +139,7 @@ class Assembly:
             await self.disks.remove(sandbox_id)
 
         return [
+            Step(name="image", do=lambda: asyncio.to_thread(self.images.discard, pause_name(sandbox_id))),
             Step(name="destroy", do=destroy),
             Step(name="slot", do=release_slot),
             Step(name="disk", do=remove_disk),
@@ -106,17 +149,35 @@ class Assembly:
     async def leftovers(self) -> set[str]:
         """Ids of all of which anything of this instance is on the host."""
         found = {name for name in os.listdir(self._workdirs) if re.fullmatch(SANDBOX_ID_PATTERN, name)}
-        found.update(await self.disks.leftovers(), await self.slots.leftovers())
+        found.update(await self.disks.leftovers(), await self.slots.leftovers(), self.images.paused())
         for runtime in self._runtimes:
             found.update(await runtime.leftovers())
         return found
 
-    async def _make_workdir(self, sandbox_id: str) -> None:
-        (self._workdirs / sandbox_id).mkdir(mode=0o700)
+    def keep_agent(self, sandbox_id: str, *, to: Path) -> None:
+        """Put the agent of this sandbox, which its processes' memory is tied to, into a new folder."""
+        _link_agent(self._workdirs / sandbox_id / AGENT, to=to)
+
+    async def _make_workdir(self, sandbox_id: str, *, agent: Path) -> None:
+        folder = self._workdirs / sandbox_id
+        folder.mkdir(mode=0o700)
+        # A name of its own for the agent's file: an upgrade of the agent does not change it for this sandbox.
+        _link_agent(agent, to=folder / AGENT)
 
     async def _clear_workdir(self, sandbox_id: str) -> None:
         # rmtree walks by directory handles and follows no link.
         await asyncio.to_thread(shutil.rmtree, self._workdirs / sandbox_id, onerror=_missing_is_fine)
+
+
+def _link_agent(agent: Path, *, to: Path) -> None:
+    to.mkdir(mode=0o755, exist_ok=True)
+    for file in agent.iterdir() if agent.is_dir() else ():
+        try:
+            os.link(file, to / file.name)
+        except FileExistsError:
+            continue
+        except OSError:  # on another volume
+            shutil.copy2(file, to / file.name)
 
 
 def _missing_is_fine(function: object, path: str, info: tuple[type, BaseException, object]) -> None:

@@ -28,6 +28,7 @@ from cpuos.node.assembly import Assembly
 from cpuos.node.dial import DialServer
 from cpuos.node.facts import NodeFactsReader
 from cpuos.node.identity import load_identity
+from cpuos.node.images import ImageStore
 from cpuos.node.journal import Journal
 from cpuos.node.listening import listen
 from cpuos.node.logs import configure_logs
@@ -147,6 +148,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         runtimes=runtimes,
         disks=parts.disks,
         slots=parts.slots,
+        images=ImageStore(state / "snapshots"),
     )
     service = NodeService(
         assembly=assembly,

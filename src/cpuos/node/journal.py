@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cpuos.runtimes.base import Process
 from cpuos.types.network import EffectivePolicy
-from cpuos.types.node import NodeSandboxCreate
+from cpuos.types.node import NodeSandboxCreate, Restored
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation
 
 __all__ = ["Journal", "Loaded", "Record", "Stage"]
@@ -28,6 +28,10 @@ log = structlog.get_logger("cpuos.node")
 class Stage(StrEnum):
     CREATING = "creating"
     RUNNING = "running"
+    SAVING = "saving"  # frozen while a snapshot is made of it
+    PAUSING = "pausing"  # frozen while its image is made
+    PAUSED = "paused"  # its image is whole; all else but files is removed or being removed
+    RESUMING = "resuming"
     DEAD = "dead"  # its process ended; all else of it is removed or being removed
     DELETING = "deleting"
     GONE = "gone"  # deleted; kept for a while as a fence against late calls
@@ -54,6 +58,21 @@ class Record(BaseModel):
     exit_reason: str = ""
     ended: bool = False
     """Its resources on the host are removed."""
+    parked: bool = False
+    """It is paused and only files of it are left."""
+    pause_reason: str = ""
+    """Why it is paused, where nobody asked for it."""
+    unsettled: bool = False
+    """It was resumed and nobody has said yet that it answers: the image is kept."""
+    incarnation: int = 0
+    """How often its processes were taken up again, or may have been."""
+    thaw: str = ""
+    """What its guest may be frozen with, and says to it that it may go on."""
+    thaw_from: str = ""
+    """The sandbox that was frozen with it."""
+    restored: Restored = Restored.NOTHING
+    restored_at: datetime | None = None
+    """When what it began with was saved."""
 
     @property
     def id(self) -> str:

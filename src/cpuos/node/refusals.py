@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from cpuos.errors import Conflict, CpuosError, NotFound, PlatformError
+import errno
 
-__all__ = ["could_not", "sandbox_not_found", "stale_generation"]
+from cpuos.errors import CapacityExceeded, Conflict, CpuosError, NotFound, PlatformError
+from cpuos.node.images import Manifest
+from cpuos.node.templates import Template
+from cpuos.runtimes.base import Runtime
+
+__all__ = ["could_not", "incompatible", "sandbox_not_found", "stale_generation"]
 
 
 def sandbox_not_found(sandbox_id: str) -> NotFound:
@@ -23,4 +28,17 @@ def could_not(verb: str, sandbox_id: str, error: BaseException) -> CpuosError:
     """The error itself where it is of the table, else one that names the verb."""
     if isinstance(error, CpuosError):
         return error
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return CapacityExceeded(f"cannot {verb} sandbox: {sandbox_id}", "the node's data volume has no room")
     return PlatformError(f"cannot {verb} sandbox: {sandbox_id}", f"{type(error).__name__}: {error}")
+
+
+def incompatible(what: str, saved: Manifest, *, template: Template, runtime: Runtime) -> None:
+    """Raise unless processes that were saved so can go on here."""
+    why = ""
+    if saved.template_digest != template.digest:
+        why = f"template {template.name!r} was built anew since: its processes' programs are not there any more"
+    elif saved.runtime_version != runtime.image_version:
+        why = f"it was made by {runtime.name} {saved.runtime_version}, and this node has {runtime.image_version}"
+    if why:
+        raise Conflict(what, why, code="snapshot_incompatible")

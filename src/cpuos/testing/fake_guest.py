@@ -25,7 +25,7 @@ from pathlib import Path
 
 from cpuos.testing.fake_agent import FakeAgent
 
-__all__ = ["CLONE_FLAGS", "main"]
+__all__ = ["CLONE_FLAGS", "PROGRAM_FOLDERS", "main"]
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x4000000, 0x10000000, 0x20000000
 CLONE_FLAGS = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWPID
@@ -169,7 +169,7 @@ def _fill_root(root: Path, workspace: Path, *, contained: bool) -> None:
     for name in ("tmp", "var/tmp"):
         (root / name).chmod(0o1777)
     if not contained:
-        (root / "workspace").rmdir()
+        (root / "workspace").unlink() if (root / "workspace").is_symlink() else (root / "workspace").rmdir()
         (root / "workspace").symlink_to(workspace)
         return
     texts = {
@@ -182,7 +182,8 @@ def _fill_root(root: Path, workspace: Path, *, contained: bool) -> None:
         "sudoers": "root ALL=(ALL) NOPASSWD: ALL\nuser ALL=(ALL) NOPASSWD: ALL\n",
     }
     for name, text in texts.items():
-        (root / "etc" / name).write_text(text)
+        if not (root / "etc" / name).exists():
+            (root / "etc" / name).write_text(text)
     (root / "etc/sudoers").chmod(0o440)
     (root / "etc/shadow").chmod(0o600)
     if os.geteuid() == 0:

@@ -67,6 +67,7 @@ async def fake_settings(**values: object) -> AsyncIterator[Settings]:
     try:
         yield settings
     finally:
+        shutil.rmtree(settings.node_state_dir / "snapshots", ignore_errors=True)
         parts = fake_parts(settings)
         for sandbox_id in await parts.runtimes["fake"].leftovers():
             await parts.runtimes["fake"].destroy(sandbox_id)

@@ -32,7 +32,7 @@ async def gate(node: FakeNode) -> asyncio.Event:
 
 async def begun(node: FakeNode, request) -> asyncio.Task:
     creating = asyncio.create_task(node.client.create(request))
-    await until(lambda: node.service._creates)
+    await until(lambda: node.service._creating._going_on)
     return creating
 
 

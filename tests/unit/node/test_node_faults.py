@@ -11,7 +11,7 @@ from cpuos.testing.node import fake_node
 
 TOGETHER = ["record", "workdir", "disk", "slot"]
 CREATE_STEPS = [*TOGETHER, "start", "running"]
-DELETE_STEPS = ["record", "destroy", "slot", "disk", "workdir", "gone"]
+DELETE_STEPS = ["record", "image", "destroy", "slot", "disk", "workdir", "gone"]
 
 
 def points(verb: str, steps: list[str]) -> list[str]:
@@ -65,7 +65,7 @@ async def test_failed_delete_is_finished_by_its_repeat(settings, asking, point):
         assert await node.client.list() == []
 
 
-@pytest.mark.parametrize("point", points("end", ["destroy", "slot", "disk", "workdir"]))
+@pytest.mark.parametrize("point", points("end", ["image", "destroy", "slot", "disk", "workdir"]))
 async def test_failed_clean_up_of_a_dead_sandbox_is_tried_again(settings, asking, point):
     faults = Faults(point)
     async with fake_node(settings, checkpoint=faults) as node:
@@ -74,11 +74,11 @@ async def test_failed_clean_up_of_a_dead_sandbox_is_tried_again(settings, asking
         await node.parts.runtimes["fake"].destroy("a" * 20)
         heard = await node.client.changes(after, wait_s=5)
         assert [(facts.alive, facts.exit_reason) for facts in heard.changes] == [(False, "its process ended")]
-        async with node.service._lock("a" * 20):
+        async with node.service.ledger.lock("a" * 20):
             pass  # the clean-up has ended
         assert not faults.pending
         await node.service.sweep()
-        record = node.service._records["a" * 20]
+        record = node.service.ledger.find("a" * 20)
         assert (record.stage, record.ended) == (Stage.DEAD, True)
         await node.client.delete("a" * 20, generation=1)
         await assert_nothing_left(settings, node.parts)

@@ -19,7 +19,7 @@ from cpuos.errors import (
     SandboxGone,
     SetupRequired,
 )
-from cpuos.node.service import GONE_KEPT
+from cpuos.node.upkeep import GONE_KEPT
 from cpuos.testing.fake_runtime import FakeRuntime
 from cpuos.testing.faults import Faults, assert_nothing_left
 from cpuos.testing.node import fake_node
@@ -167,14 +167,14 @@ async def test_delete_ends_a_create_that_goes_on(settings, asking):
 
 
 async def deleting_has_come(node) -> None:
-    task = node.service._creates[A]
+    task = node.service._creating._going_on[A]
     while not task.cancelling():  # noqa: ASYNC110
         await asyncio.sleep(0.002)
 
 
 async def test_a_create_goes_on_when_its_caller_hangs_up(node, asking):
     call = asyncio.create_task(node.client.create(asking()))
-    await until(lambda: node.service._creates or node.service._records)
+    await until(lambda: node.service._creating._going_on or node.service.ledger.all())
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert (await node.client.get(A)).alive
@@ -187,7 +187,7 @@ async def test_deaths_are_told_at_once(node, asking):
     waiting = asyncio.create_task(node.client.changes(known.seq, wait_s=60))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    pid = node.service._records[A].process.pid
+    pid = node.service.ledger.find(A).process.pid
     os.kill(pid, 9)
     heard = await asyncio.wait_for(waiting, 20)
     assert [(facts.id, facts.alive, facts.exit_reason) for facts in heard.changes] == [(A, False, "its process ended")]
@@ -252,9 +252,9 @@ async def test_marks_of_deleted_sandboxes_are_forgotten_after_a_while(node, aski
     await node.client.create(asking())
     await node.client.delete(A, generation=1)
     await node.service.sweep()
-    assert A in node.service._records
+    assert node.service.ledger.find(A) is not None
     later = datetime.now(UTC) + GONE_KEPT
-    node.service._clock = lambda: later
+    node.service.ledger.clock = lambda: later
     await node.service.sweep()
-    assert A not in node.service._records
+    assert node.service.ledger.find(A) is None
     assert list((node.settings.node_state_dir / "journal").iterdir()) == []

@@ -1,0 +1,60 @@
+"""What every verb of the node works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+
+from cpuos.errors import PlatformError
+from cpuos.node.assembly import Assembly
+from cpuos.node.journal import Record, Stage
+from cpuos.node.ledger import Ledger
+from cpuos.node.runtime_table import RuntimeTable
+from cpuos.node.steps import Checkpoint, Step
+from cpuos.node.templates import Templates
+from cpuos.runtimes.base import Runtime, SandboxSpec
+
+__all__ = ["Kit"]
+
+log = structlog.get_logger("cpuos.node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kit:
+    ledger: Ledger
+    assembly: Assembly
+    runtimes: RuntimeTable
+    templates: Templates
+    checkpoint: Checkpoint
+    boot_id: str
+    max_sandboxes: int
+
+    def runtime_of(self, record: Record) -> Runtime:
+        runtime = self.runtimes.find(record.request.runtime)
+        if runtime is None:
+            raise PlatformError(f"cannot reach sandbox: {record.id}", f"no runtime {record.request.runtime!r} here")
+        return runtime
+
+    def spec_of(self, record: Record) -> SandboxSpec:
+        image = self.templates.image_path(record.request.template)
+        return self.assembly.spec_of(record, template_image=image)
+
+    def held_room(self) -> int:
+        """How many sandboxes count against `max_sandboxes`: those that have more than files here."""
+        return sum(not (record.ended or record.stage is Stage.PAUSED) for record in self.ledger.all())
+
+    def end_steps(self, record: Record) -> list[Step]:
+        runtime = self.runtimes.find(record.request.runtime)
+        return self.assembly.end_steps(record.id, runtimes=[runtime] if runtime is not None else [])
+
+    async def adopt(self, record: Record, runtime: Runtime) -> bool:
+        """Take over slot and watch of a sandbox that runs; False when it does not."""
+        if record.process is None:
+            return False
+        try:
+            await self.assembly.slots.readopt(record.id, record.policy)
+        except PlatformError as error:
+            log.error("network slot not found again", sandbox=record.id, why=error.why)
+            return False
+        return await runtime.adopt(self.spec_of(record), record.process)

@@ -1,0 +1,122 @@
+"""A sandbox's process is watched; when it ends the sandbox is dead, or paused as before it was taken up. What is left
+on the host goes then."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from cpuos.node.journal import Record, Stage
+from cpuos.node.kit import Kit
+from cpuos.node.ledger import facts_of
+from cpuos.node.refusals import could_not
+from cpuos.node.steps import Step, run_steps
+from cpuos.runtimes.base import Runtime
+from cpuos.types.node import SandboxFacts
+
+__all__ = ["Lives"]
+
+log = structlog.get_logger("cpuos.node")
+
+WATCH_RETRY_S = 1.0
+
+
+class Lives:
+    """The caller of each verb holds the sandbox's lock."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+        self._ledger = kit.ledger
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, record: Record, runtime: Runtime) -> SandboxFacts:
+        """Its process runs: watch it, and tell."""
+        self.unwatch(record.id)
+        self._watches[record.id] = self._ledger.spawn(self._watch(record, runtime))
+        return self._ledger.publish(record)
+
+    def is_watched(self, sandbox_id: str) -> bool:
+        return sandbox_id in self._watches
+
+    def unwatch(self, sandbox_id: str) -> None:
+        watch = self._watches.pop(sandbox_id, None)
+        if watch is not None and watch is not asyncio.current_task():
+            watch.cancel()
+
+    async def close(self) -> None:
+        """Sandboxes live on unwatched."""
+        watches = list(self._watches.values())
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+
+    async def end(self, record: Record, *, reason: str) -> None:
+        """Report the death first, then take away what is left on the host."""
+        record = record.becomes(Stage.DEAD, exit_reason=record.exit_reason or reason, changed_at=self._ledger.clock())
+        await self._ledger.keep(record)
+        self._ledger.publish(record)
+        log.warning("sandbox died", sandbox=record.id, generation=record.generation, reason=record.exit_reason)
+        try:
+            await run_steps("end", self._kit.end_steps(record), checkpoint=self._kit.checkpoint)
+            await self._ledger.keep(record.becomes(Stage.DEAD, ended=True))
+        except Exception:
+            log.exception("sandbox not cleaned yet", sandbox=record.id)
+
+    async def end_or_park(self, record: Record, *, reason: str) -> None:
+        """Its process is gone. One that was taken up, and of which nobody has said that it answers, is paused again."""
+        if record.unsettled:
+            await self.park(record, reason=reason)
+        else:
+            await self.end(record, reason=reason)
+
+    async def park(self, record: Record, *, reason: str = "") -> SandboxFacts:
+        """Its image is whole: it is paused from here on, and all but files is taken away, now or by the sweeper."""
+        self.unwatch(record.id)
+        now = self._ledger.clock()
+        record = record.becomes(
+            Stage.PAUSED, process=None, parked=False, unsettled=False, pause_reason=reason, changed_at=now
+        )
+        await self._ledger.keep(record)
+        facts = self._ledger.publish(record)
+        log.info("sandbox paused", sandbox=record.id, generation=record.generation, reason=reason)
+        try:
+            steps = self._kit.assembly.park_steps(record.id, runtime=self._kit.runtime_of(record))
+            await run_steps("park", steps, checkpoint=self._kit.checkpoint)
+            await self._ledger.keep(record.becomes(Stage.PAUSED, parked=True))
+        except Exception:
+            log.exception("paused sandbox not parked yet", sandbox=record.id)
+        return facts
+
+    async def remove(self, record: Record) -> None:
+        record = record.becomes(
+            Stage.DELETING, exit_reason=record.exit_reason or "it was deleted", changed_at=self._ledger.clock()
+        )
+        self.unwatch(record.id)
+        steps = [
+            Step(name="record", do=lambda: self._ledger.keep(record)),
+            *self._kit.end_steps(record),
+            Step(name="gone", do=lambda: self._ledger.keep(self._ledger.gone(record))),
+        ]
+        try:
+            await run_steps("delete", steps, checkpoint=self._kit.checkpoint)
+        except Exception as error:
+            raise could_not("delete", record.id, error) from error
+        self._ledger.changes.publish(facts_of(record))
+        log.info("sandbox deleted", sandbox=record.id, generation=record.generation)
+
+    async def _watch(self, record: Record, runtime: Runtime) -> None:
+        while True:
+            try:
+                reason = await runtime.wait(record.id)
+                break
+            except Exception:
+                log.exception("watch failed", sandbox=record.id)
+                await asyncio.sleep(WATCH_RETRY_S)
+                if not await self._kit.adopt(record, runtime):
+                    reason = "its process is gone"
+                    break
+        async with self._ledger.lock(record.id):
+            current = self._ledger.find(record.id)
+            if current is not None and current.stage is Stage.RUNNING and current.process == record.process:
+                await self.end_or_park(current, reason=reason)

@@ -1,0 +1,179 @@
+"""Pause and resume. A pause is done when its image is whole on disk: until then a failure lets the sandbox run on, from
+then on it is paused. A resume keeps the image until someone says that the sandbox answers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import structlog
+
+from cpuos.errors import CapacityExceeded, Conflict, PlatformError
+from cpuos.node.images import Manifest, pause_name
+from cpuos.node.journal import Record, Stage
+from cpuos.node.kit import Kit
+from cpuos.node.ledger import facts_of
+from cpuos.node.lives import Lives
+from cpuos.node.refusals import could_not, incompatible
+from cpuos.node.saving import manifest_of, memory_steps, needs
+from cpuos.node.steps import Step, Together, UndoFailed, run_steps
+from cpuos.runtimes.base import Process
+from cpuos.types.network import EffectivePolicy
+from cpuos.types.node import Restored, SandboxFacts
+
+__all__ = ["Pausing"]
+
+log = structlog.get_logger("cpuos.node")
+
+
+class Pausing:
+    def __init__(self, kit: Kit, *, lives: Lives) -> None:
+        self._kit = kit
+        self._ledger = kit.ledger
+        self._lives = lives
+
+    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
+        """The guest is frozen with `freeze`. After a failure it is so still, and a dial's statement thaws it."""
+        async with self._ledger.lock(sandbox_id):
+            record = self._ledger.held(sandbox_id, generation=generation)
+            if record.stage is Stage.PAUSED:
+                return facts_of(record)
+            record = self._ledger.running(sandbox_id)
+            needs(self._kit.runtime_of(record), "pause", sandbox_id)
+            record = await self._save(record, freeze=freeze)
+            facts = await self._lives.park(record)
+        self._ledger.spawn(asyncio.to_thread(self._kit.assembly.images.hash, pause_name(sandbox_id)))
+        return facts
+
+    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
+        """Its processes are there again, frozen. After a failure it is paused as before."""
+        async with self._ledger.lock(sandbox_id):
+            record = self._ledger.held(sandbox_id, generation=generation)
+            if record.stage is Stage.RUNNING:
+                return facts_of(record)
+            if record.stage is not Stage.PAUSED:
+                raise Conflict(f"cannot resume sandbox: {sandbox_id}", f"it is {record.stage}")
+            if not record.parked:  # what the pause did not come to
+                await self._lives.park(record, reason=record.pause_reason)
+            self._check_room(sandbox_id)
+            saved = await self._read(record)
+            newer = network if network.version >= record.policy.version else record.policy
+            return await self._take_up(record.becomes(Stage.PAUSED, network=newer), saved)
+
+    async def settle(self, sandbox_id: str, *, generation: int) -> None:
+        """It answers: the image is not needed any more."""
+        async with self._ledger.lock(sandbox_id):
+            record = self._ledger.running(sandbox_id, generation=generation)
+            if record.unsettled:
+                await self._ledger.keep(record.becomes(Stage.RUNNING, unsettled=False))
+                await asyncio.to_thread(self._kit.assembly.images.discard, pause_name(sandbox_id))
+
+    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
+        """Undo a resume that is not settled."""
+        async with self._ledger.lock(sandbox_id):
+            record = self._ledger.held(sandbox_id, generation=generation)
+            if record.stage is Stage.PAUSED:
+                return facts_of(record)
+            record = self._ledger.running(sandbox_id)
+            if not record.unsettled:
+                raise Conflict(f"cannot pause sandbox again: {sandbox_id}", "its image was given up: it runs")
+            return await self._lives.park(record, reason="it did not answer when it was resumed")
+
+    async def _save(self, record: Record, *, freeze: str) -> Record:
+        """Make the image. Its last step is what makes the sandbox a paused one."""
+        images, name = self._kit.assembly.images, pause_name(record.id)
+        runtime = self._kit.runtime_of(record)
+        # Whether this comes to its end or not, whoever reaches the guest next has to thaw it, with a key of its own.
+        frozen = record.becomes(
+            Stage.PAUSING,
+            thaw=freeze,
+            thaw_from=record.id,
+            incarnation=record.incarnation + 1,
+            session_key=secrets.token_hex(32),
+            unsettled=False,
+            changed_at=self._ledger.clock(),
+        )
+        paused = frozen.becomes(Stage.PAUSED, process=None, parked=False, pause_reason="")
+        manifest = manifest_of(frozen, name=name, runtime=runtime, now=self._ledger.clock())
+        steps: list[Step | Together] = [
+            Step(
+                name="record",
+                do=lambda: self._ledger.keep(frozen),
+                undo=lambda: self._ledger.keep(frozen.becomes(Stage.RUNNING)),
+            ),
+            *memory_steps(self._kit, frozen, runtime=runtime, name=name),
+            Step(name="sync", do=lambda: self._kit.assembly.disks.sync(record.id)),
+            Step(name="commit", do=lambda: asyncio.to_thread(images.commit, manifest)),
+            Step(name="paused", do=lambda: self._ledger.keep(paused)),
+        ]
+        try:
+            await run_steps("pause", steps, checkpoint=self._kit.checkpoint)
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, UndoFailed) and error.__cause__ is not None else error
+            raise could_not("pause", record.id, cause) from error
+        return paused
+
+    def _check_room(self, sandbox_id: str) -> None:
+        held, limit = self._kit.held_room(), self._kit.max_sandboxes
+        if held >= limit:
+            raise CapacityExceeded(
+                f"cannot resume sandbox: {sandbox_id}",
+                f"this node holds {held} sandboxes and max_sandboxes is {limit}",
+                details={"limit": "max_sandboxes", "value": limit},
+            )
+
+    async def _read(self, record: Record) -> Manifest:
+        """The image's manifest, once it is proved to be good and to fit."""
+        saved = await asyncio.to_thread(self._kit.assembly.images.read, pause_name(record.id))
+        what = f"cannot resume sandbox: {record.id}"
+        if (saved.sandbox, saved.generation, saved.freeze) != (record.id, record.generation, record.thaw):
+            raise PlatformError(what, "its image is that of another pause", code="snapshot_damaged")
+        template = self._kit.templates.get(record.request.template)
+        incompatible(what, saved, template=template, runtime=self._kit.runtime_of(record))
+        return saved
+
+    async def _take_up(self, paused: Record, saved: Manifest) -> SandboxFacts:
+        images, name, now = self._kit.assembly.images, pause_name(paused.id), self._ledger.clock()
+        runtime = self._kit.runtime_of(paused)
+        record = paused.becomes(
+            Stage.RESUMING,
+            boot_id=self._kit.boot_id,
+            incarnation=paused.incarnation + 1,
+            session_key=secrets.token_hex(32),
+            parked=False,
+            unsettled=True,
+            pause_reason="",
+            restored=Restored.MEMORY,
+            restored_at=saved.created_at,
+            changed_at=now,
+        )
+
+        async def started(process: Process) -> None:
+            nonlocal record
+            record = record.becomes(Stage.RUNNING, process=process, started_at=self._ledger.clock())
+
+        # The incarnation stays counted: a number once given is never given to another key.
+        back = paused.becomes(Stage.PAUSED, incarnation=record.incarnation)
+        memory = images.path(name) / "memory"
+        steps: list[Step | Together] = [
+            Step(name="record", do=lambda: self._ledger.keep(record), undo=lambda: self._ledger.keep(back)),
+            Together(steps=self._kit.assembly.unpark_steps(record.id, network=record.policy)),
+            Together(
+                steps=[
+                    self._kit.assembly.start_step(self._kit.spec_of(record), runtime, started=started, memory=memory),
+                    # The guest is frozen until this too has ended.
+                    Step(name="check", do=lambda: asyncio.to_thread(images.check, name)),
+                ]
+            ),
+            Step(name="running", do=lambda: self._ledger.keep(record)),
+        ]
+        try:
+            await run_steps("resume", steps, checkpoint=self._kit.checkpoint)
+        except Exception as error:
+            cause = error
+            if isinstance(error, UndoFailed):
+                await self._ledger.keep(back.becomes(Stage.PAUSED, parked=False))
+                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise could_not("resume", record.id, cause) from error
+        log.info("sandbox resumed", sandbox=record.id, generation=record.generation, incarnation=record.incarnation)
+        return self._lives.begin(record, runtime)

@@ -1,0 +1,63 @@
+"""What pauses and snapshots have in common: the steps that save a sandbox, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+
+from cpuos.errors import Conflict
+from cpuos.node.assembly import AGENT
+from cpuos.node.images import Manifest
+from cpuos.node.journal import Record
+from cpuos.node.kit import Kit
+from cpuos.node.steps import Step
+from cpuos.runtimes.base import Capability, Runtime
+
+__all__ = ["manifest_of", "memory_steps", "needs"]
+
+
+def needs(runtime: Runtime, verb: str, sandbox_id: str, capability: Capability = Capability.PAUSE) -> None:
+    """Raise unless the runtime can save the memory of its sandboxes."""
+    if capability not in runtime.capabilities:
+        raise Conflict(f"cannot {verb} sandbox: {sandbox_id}", f"runtime {runtime.name!r} cannot save its memory")
+
+
+def manifest_of(record: Record, *, name: str, runtime: Runtime, now: datetime, freeze: str | None = None) -> Manifest:
+    request = record.request
+    return Manifest(
+        name=name,
+        sandbox=record.id,
+        generation=record.generation,
+        incarnation=record.incarnation,
+        freeze=record.thaw if freeze is None else freeze,
+        template=request.template,
+        template_digest=record.template_digest,
+        runtime=request.runtime,
+        runtime_version=runtime.image_version,
+        cpu=request.cpu,
+        memory_mib=request.memory_mib,
+        disk_mib=request.disk_mib,
+        max_processes=request.max_processes,
+        policy=record.policy,
+        created_at=now,
+    )
+
+
+def memory_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str) -> list[Step]:
+    """Begin the image of this name, then save memory and processes. The sandbox runs on."""
+    images = kit.assembly.images
+
+    def begin() -> None:
+        kit.assembly.keep_agent(record.id, to=images.begin(name) / AGENT)
+
+    async def save() -> None:
+        await runtime.checkpoint(record.id, image=images.part(name) / "memory")
+
+    return [
+        Step(
+            name="begin",
+            do=lambda: asyncio.to_thread(begin),
+            undo=lambda: asyncio.to_thread(images.discard, name),
+        ),
+        Step(name="memory", do=save),
+    ]
