@@ -162,8 +162,12 @@ class FakeNode:
         self._demand_reachable()
         if sandbox_id not in self.sandboxes:
             raise NotFound(f"cannot find sandbox: {sandbox_id}", code="sandbox_not_found")
-        if policy.version > self.policies[sandbox_id].version:
-            self.policies[sandbox_id] = policy
+        known = self.policies[sandbox_id].version
+        if policy.version < known:
+            raise Conflict(
+                f"cannot change the network of sandbox: {sandbox_id}", code="stale_policy", details={"known": known}
+            )
+        self.policies[sandbox_id] = policy
 
     # --- pause and resume ---
 

@@ -65,8 +65,8 @@ class NodeClient(Protocol):
         ...
 
     async def update_network(self, sandbox_id: str, *, generation: int, policy: EffectivePolicy) -> None:
-        """Returns when the policy is in place and connections that it forbids are cut. Repeats and older versions are
-        answered without a change."""
+        """Returns when the policy is in place and connections that it forbids are cut. May be repeated; a version older
+        than the one in force is `stale_policy`, and changes nothing."""
         ...
 
     async def stats(self, sandbox_id: str) -> SandboxStats: ...

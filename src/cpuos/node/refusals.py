@@ -9,7 +9,7 @@ from cpuos.node.images import Manifest
 from cpuos.node.templates import Template
 from cpuos.runtimes.base import Runtime
 
-__all__ = ["could_not", "incompatible", "sandbox_not_found", "stale_generation"]
+__all__ = ["could_not", "incompatible", "sandbox_not_found", "stale_generation", "stale_policy"]
 
 
 def sandbox_not_found(sandbox_id: str) -> NotFound:
@@ -21,6 +21,15 @@ def stale_generation(sandbox_id: str, *, asked: int, known: int) -> Conflict:
         f"cannot use sandbox: {sandbox_id}",
         f"the call is for generation {asked}, the node knows {known}",
         code="stale_generation",
+    )
+
+
+def stale_policy(sandbox_id: str, *, asked: int, known: int) -> Conflict:
+    return Conflict(
+        f"cannot change the network of sandbox: {sandbox_id}",
+        f"the call is for version {asked} of its policy, and version {known} is in force",
+        code="stale_policy",
+        details={"known": known},
     )
 
 

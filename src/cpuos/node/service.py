@@ -16,7 +16,7 @@ from cpuos.node.kit import Kit
 from cpuos.node.ledger import Ledger, facts_of
 from cpuos.node.lives import Lives
 from cpuos.node.pausing import Pausing
-from cpuos.node.refusals import could_not, stale_generation
+from cpuos.node.refusals import could_not, stale_generation, stale_policy
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.snapshots import Snapshots
 from cpuos.node.steps import Checkpoint, Step, run_steps
@@ -205,7 +205,7 @@ class NodeService:
         async with self.ledger.lock(sandbox_id):
             record = self.ledger.held(sandbox_id, generation=generation)
             if policy.version < record.policy.version:
-                return
+                raise stale_policy(sandbox_id, asked=policy.version, known=record.policy.version)
             steps = [Step(name="record", do=lambda: self.ledger.keep(record.becomes(record.stage, network=policy)))]
             if record.stage is not Stage.PAUSED:  # that one has no slot: its resume puts the newest in force
                 steps.append(Step(name="apply", do=lambda: self._assembly.slots.update(sandbox_id, policy)))

@@ -23,6 +23,7 @@ __all__ = ["Networks", "effective_policy"]
 _log = structlog.get_logger("cpuos.server.network")
 _rows = SandboxRow.__table__
 _workspaces = Workspace.__table__
+_LAST_VERSION = 1 << 53
 _LIVE = [state.value for state in LIVE_STATES]
 
 
@@ -97,7 +98,7 @@ class Networks:
         async with self._database.read() as connection:
             return (await connection.execute(statement.limit(1000))).all()
 
-    async def tell(self, row: Row[Any]) -> bool:
+    async def tell(self, row: Row[Any], *, tries: int = 3) -> bool:
         """Tell the sandbox's node the newest policy on record; whether it has put it in place."""
         if row.state in (SandboxState.CREATING.value, SandboxState.PAUSED.value):
             return True  # its create looks again once it runs, its resume begins with the newest
@@ -105,12 +106,30 @@ class Networks:
         try:
             await self._scheduler.client(row.node).update_network(row.id, generation=row.generation, policy=policy)
         except CpuosError as error:
+            known = error.details.get("known") if error.code == "stale_policy" else None
+            if tries > 1 and isinstance(known, int) and (later := await self._later(row, known=known)) is not None:
+                return await self.tell(later, tries=tries - 1)
             _log.warning("network policy not in place yet", sandbox=row.id, version=policy.version, error=str(error))
             return False
         newer = (_rows.c.id == row.id) & (_rows.c.network_applied < policy.version)
         async with self._database.write() as connection:
             await connection.execute(update(_rows).where(newer).values(network_applied=policy.version))
         return True
+
+    async def _later(self, row: Row[Any], *, known: int) -> Row[Any] | None:
+        """The record with a version that the node takes, which has `known` in force.
+
+        It was told by a call that overtook this one, or from a later history than this database has.
+        """
+        if known >= _LAST_VERSION:
+            return None
+        behind = update(_rows).where(_rows.c.id == row.id, _rows.c.network_version < known)
+        async with self._database.write() as connection:
+            risen = await connection.execute(behind.values(network_version=known + 1).returning(_rows.c.id))
+            if risen.one_or_none() is not None:
+                _log.warning("network policy of a later history replaced", sandbox=row.id, version=known)
+            current = await row_of(connection, row.id)
+        return current if current is not None and current.network_version > row.network_version else None
 
 
 async def _workspace_policy(connection: AsyncConnection, workspace: str) -> NetworkPolicy:

@@ -32,7 +32,9 @@ async def test_newer_policies_replace_and_older_ones_do_not(settings, asking):
     async with fake_node(settings) as node:
         await node.client.create(asking(network=policy(1)))
         await node.client.update_network(A, generation=1, policy=policy(3, "b.example"))
-        await node.client.update_network(A, generation=1, policy=policy(2, "late.example"))
+        with pytest.raises(Conflict) as caught:
+            await node.client.update_network(A, generation=1, policy=policy(2, "late.example"))
+        assert (caught.value.code, caught.value.details) == ("stale_policy", {"known": 3})
         assert node.parts.slots.policies[A] == policy(3, "b.example")
         await node.client.create(asking(network=policy(1)))  # a repeat of the create turns nothing back
         await node.client.create(asking(network=policy(2)))  # nor does one that was made with a policy in between
