@@ -98,7 +98,7 @@ class PeekRig:
 
     async def told_of(self, event: str, count: int = 1) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(found) < count:
                 found += [record for record in self.told() if record.get("event") == event]
                 await asyncio.sleep(0.01)
@@ -166,7 +166,7 @@ class PeekRig:
                 await writer.drain()
                 if size < len(data):
                     await asyncio.sleep(0.001)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 return await reader.read()
         finally:
             writer.close()
@@ -180,7 +180,7 @@ class PeekRig:
             await writer.drain()
             writer.write_eof()
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             sending = asyncio.create_task(send())
             taken = await reader.read()
             await sending

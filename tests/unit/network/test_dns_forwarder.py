@@ -12,6 +12,8 @@ import dns.rdatatype
 import pytest
 from resolver_rig import OTHER, SANDBOX, FakeResolver, Rig, addresses, exemption, policy, rrset, words
 
+from cpuos.testing.waiting import until
+
 NOERROR, NXDOMAIN, REFUSED, SERVFAIL = (
     dns.rcode.NOERROR,
     dns.rcode.NXDOMAIN,
@@ -469,7 +471,7 @@ async def test_a_policy_that_changes_while_a_question_is_out(rig) -> None:
 
     rig.world.upstream.ask = slowly
     waiting = asyncio.create_task(rig.ask("www.example"))
-    await asyncio.sleep(0.02)
+    await until(lambda: rig.resolver.asked)
     forwarder.set_policy(policy(ALLOW, version=2))
     go.set()
     assert (await waiting).rcode() == REFUSED
@@ -659,7 +661,7 @@ async def test_new_names_have_a_rate(resolver) -> None:
 
 
 async def test_questions_in_flight_have_an_end(resolver) -> None:
-    rig = Rig(resolver, in_flight=8, waiting=12)
+    rig = Rig(resolver, tries_s=[0.5], in_flight=8, waiting=12)
     rig.world.most_in_flight = 10
     rig.add("internet")
     rig.add("internet", sandbox=OTHER)

@@ -22,7 +22,7 @@ async def resolver():
         yield made
 
 
-def make(*resolvers, clock=None, tries_s=(0.3, 0.3, 0.3)) -> Upstream:
+def make(*resolvers, clock=None, tries_s=(20, 20, 20)) -> Upstream:
     return Upstream([r.resolver for r in resolvers], clock=clock or Clock(), tries_s=tries_s)
 
 
@@ -116,7 +116,7 @@ async def test_what_does_not_answer_the_question_is_none(resolver, how) -> None:
 
     resolver.script = script
     with pytest.raises(UpstreamFailed):
-        await make(resolver).ask("www.example", 1, dnssec_ok=False)
+        await make(resolver, tries_s=[0.3]).ask("www.example", 1, dnssec_ok=False)
 
 
 async def test_another_host_cannot_answer(resolver) -> None:
@@ -157,7 +157,7 @@ async def test_the_next_resolver_is_asked(resolver, how) -> None:
 
     async with FakeResolver() as bad:
         bad.script = script
-        upstream = make(bad, resolver)
+        upstream = make(bad, resolver, tries_s=(0.3, 20))
         if how == "closes":
             await bad.__aexit__()
         assert await first_address(upstream) == "93.184.215.14"
@@ -172,8 +172,8 @@ async def test_nobody_answers() -> None:
         begin = loop.time()
         with pytest.raises(UpstreamFailed, match=silent.address):
             await make(silent, silent, silent, tries_s=(0.05, 0.05, 0.05)).ask("www.example", 1, dnssec_ok=False)
-        assert loop.time() - begin < 3
-    refused = Upstream([Resolver("127.0.0.1", 9)], clock=Clock(), tries_s=[5])
+        assert loop.time() - begin < 20
+    refused = Upstream([Resolver("127.0.0.1", 9)], clock=Clock(), tries_s=[20])
     with pytest.raises(UpstreamFailed, match="refused"):
         await refused.ask("www.example", 1, dnssec_ok=False)
 
@@ -182,11 +182,12 @@ async def test_a_resolver_that_failed_is_asked_last_for_a_while(resolver) -> Non
     clock = Clock()
     async with FakeResolver() as silent:
         silent.script = lambda query, via: None
-        upstream = make(silent, resolver, clock=clock, tries_s=(0.05, 0.3))
+        upstream = make(silent, resolver, clock=clock, tries_s=(0.05, 20))
         for _ in range(5):
             assert await first_address(upstream) == "93.184.215.14"
         assert len(silent.asked) == 1
         silent.script = lambda query, via: good(query).to_wire()
+        upstream._tries_s = (20, 20)
         clock.now += 31
         await first_address(upstream)
         assert len(silent.asked) == 2

@@ -75,7 +75,7 @@ def names(path: Path) -> set[str]:
 
 async def gone(hub: Path, device: str) -> bool:
     """Whether a slot's link leaves the hub, which takes the kernel a moment."""
-    for _ in range(500):
+    for _ in range(3000):
         if device not in names(hub):
             return True
         await asyncio.sleep(0.01)

@@ -14,6 +14,7 @@ from peek_rig import OTHER, WEB, PeekRig, echo, learned, tell_requests
 from test_client_hello import GOOD, hello_of, made_by_python, server_name
 
 from cpuos.node.network.peek.sandbox import PeekLimits
+from cpuos.testing.waiting import until
 from router_world import router_world
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -31,7 +32,18 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 async def rig(world):
-    made = PeekRig(world, limits=PeekLimits(name_s=1.0, dial_s=1.0))
+    async for made in _rig(world, PeekLimits(name_s=60, dial_s=60)):
+        yield made
+
+
+@pytest.fixture
+async def hasty(world):
+    async for made in _rig(world, PeekLimits(name_s=1.0, dial_s=1.0)):
+        yield made
+
+
+async def _rig(world, limits):
+    made = PeekRig(world, limits=limits)
     await made.use(ALLOW, names=NAMES)
     yield made
     await made.close()
@@ -127,18 +139,18 @@ async def test_the_peek_itself_cannot_be_spoken_to(rig):
         await rig.connect("10.0.0.1", 8443)
 
 
-async def test_silence_is_refused_in_time(rig):
+async def test_silence_is_refused_in_time(hasty):
     started = time.monotonic()
     with pytest.raises(ConnectionResetError):
-        await rig.ask(WEB, 443, b"")
-    assert 0.9 < time.monotonic() - started < 3
-    [refused] = await rig.told_of("refused")
+        await hasty.ask(WEB, 443, b"")
+    assert time.monotonic() - started > 0.9
+    [refused] = await hasty.told_of("refused")
     assert "did not come in time" in refused["rule"]
 
 
 @pytest.mark.parametrize("data", [GOOD[:40], b"GET / HTTP/1.1\r\nHost: www"])
-async def test_slow_beginnings_are_refused_in_time(rig, data):
-    _, writer = await rig.connect(WEB, 443 if data[:1] == b"\x16" else 80)
+async def test_slow_beginnings_are_refused_in_time(hasty, data):
+    _, writer = await hasty.connect(WEB, 443 if data[:1] == b"\x16" else 80)
 
     async def drip() -> None:
         for byte in data * 100:
@@ -149,7 +161,7 @@ async def test_slow_beginnings_are_refused_in_time(rig, data):
     started = time.monotonic()
     with pytest.raises(ConnectionError):
         await drip()
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 40, "it would have gone on for longer"
     writer.close()
 
 
@@ -285,14 +297,14 @@ async def test_a_reset_reaches_the_other_side(rig):
         await rig.told_of("open")
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await ended.wait()
 
 
-async def test_a_server_that_is_not_there_is_a_reset(rig):
+async def test_a_server_that_is_not_there_is_a_reset(hasty):
     with pytest.raises(ConnectionResetError):
-        await rig.ask(WEB, 443, made_by_python("www.allowed.test"))
-    [closed] = await rig.told_of("closed")
+        await hasty.ask(WEB, 443, made_by_python("www.allowed.test"))
+    [closed] = await hasty.told_of("closed")
     assert closed["bytes_sent"] == 0
 
 
@@ -396,8 +408,7 @@ async def test_closing_gives_everything_back(world):
         for one in (writer, waiting[1]):
             one.close()
     await rig.close()
-    await asyncio.sleep(0.05)
-    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
 
 
 async def test_a_slow_reader_holds_little(rig):
@@ -417,8 +428,7 @@ async def test_a_slow_reader_holds_little(rig):
         assert rig.held <= 12 << 20
         for _, writer in held:
             writer.transport.abort()
-        await asyncio.sleep(0.1)
-        assert rig.held == 0
+        await until(lambda: rig.held == 0)
 
 
 async def _answer(reader) -> str:
@@ -458,11 +468,13 @@ async def test_what_costs_much_to_read_waits_its_turn(world):
         _, writer = await rig.connect(WEB, 80)
         writer.write(get("www.allowed.test", more="Transfer-Encoding: chunked\r\n"))
         await rig.told_of("open")
-        writer.write(b"1\r\nx\r\n" * 30_000)
-        await asyncio.sleep(1)
-        assert 1000 < len(taken) < 60_000
+        body = b"1\r\nx\r\n" * 300_000
+        writer.write(body)
+        await until(lambda: len(taken) > 1000)
         hello = made_by_python("www.allowed.test")
         async with rig.server(443, echo):  # others are served meanwhile
             assert await rig.ask_and_end(WEB, 443, hello) == hello
+        assert len(taken) < len(body) // 2
+        writer.transport.abort()
     await rig.close()
     world.fresh()

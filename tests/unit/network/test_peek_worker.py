@@ -16,6 +16,7 @@ from test_client_hello import made_by_python
 from cpuos.node.network.workers.calls import Operation
 from cpuos.node.network.workers.messages import Close, Open, PolicyChange, Sockets, Start, WantSockets
 from cpuos.node.network.workers.supervisor import StartCall, Timing, Worker
+from cpuos.testing.waiting import until
 from router_world import RouterWorld, router_world
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -61,7 +62,7 @@ class Node:
                 one.close()
 
     async def next(self) -> dict:
-        return json.loads(await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.heard, 65536), 10))
+        return json.loads(await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.heard, 65536), 30))
 
     def close(self) -> None:
         self.heard.close()
@@ -118,9 +119,8 @@ async def test_a_killed_peek_refuses_and_the_next_one_serves(world, node):
             assert node.worker.pid is not None
             os.kill(node.worker.pid, signal.SIGKILL)
             assert await asyncio.to_thread(_is_over, held)
-        async with asyncio.timeout(20):
-            while node.worker.restarts < 1:  # noqa: ASYNC110 - the process is what is waited for
-                await asyncio.sleep(0.01)
+        await until(lambda: node.worker.restarts)
+        async with asyncio.timeout(60):
             await node.worker.wait_ready()
         assert await asyncio.to_thread(say, world, HELLO) == HELLO
 

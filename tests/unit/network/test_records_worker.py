@@ -29,6 +29,7 @@ from cpuos.node.network.workers.channel import Descriptors
 from cpuos.node.network.workers.lockdown import confinement_of
 from cpuos.node.network.workers.messages import Close, Hub, Open, RouterCounts, Start, WantCounts
 from cpuos.node.network.workers.supervisor import StartCall, Timing, Worker
+from cpuos.testing.waiting import until
 from router_world import RouterWorld, router_world
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -143,8 +144,19 @@ class Node:
             await asyncio.sleep(0.05)
         return await self.refused()
 
+    async def until_counted(self, count: int, *events: str) -> list[dict[str, Any]]:
+        """Entries of these events, once they are so many together; more are a fault."""
+
+        async def look() -> list[dict[str, Any]]:
+            found = [entry for entry in await self.entries() if entry["event"] in events]
+            counted = sum(entry["count"] for entry in found)
+            assert counted <= count, found
+            return found if counted == count else []
+
+        return await until(look)
+
     async def until(self, event: str) -> dict[str, Any]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 found = [entry for entry in await self.entries() if entry["event"] == event]
                 if found:
@@ -163,7 +175,7 @@ def _get(path: str, target: str) -> tuple[int, dict[str, Any]]:
     connection = http.client.HTTPConnection("records")
     connection.sock = socket.socket(socket.AF_UNIX)
     with contextlib.closing(connection):
-        connection.sock.settimeout(10)
+        connection.sock.settimeout(30)
         connection.sock.connect(path)
         connection.request("GET", target)
         answer = connection.getresponse()
@@ -274,8 +286,7 @@ async def test_what_a_full_buffer_loses_is_a_gap(world, node):
     gap = await node.until("gap")
     assert gap["count"] > 300
     await node.count(since=before)
-    entries = await node.entries()
-    assert sum(entry["count"] for entry in entries if entry["event"] in ("open", "gap")) == 501
+    await node.until_counted(501, "open", "gap")
 
 
 async def test_an_outage_is_a_gap_and_nothing_before_it_is_lost(world, node):
@@ -288,9 +299,8 @@ async def test_an_outage_is_a_gap_and_nothing_before_it_is_lost(world, node):
     await asyncio.to_thread(world.send, *(packets.udp_frame(WEB, 1001 + n) for n in range(7)))
     await asyncio.to_thread(world.settle)
     os.kill(node.worker.pid, signal.SIGKILL)
-    async with asyncio.timeout(20):
-        while node.worker.restarts < 1:  # noqa: ASYNC110 - the process is what is waited for
-            await asyncio.sleep(0.01)
+    await until(lambda: node.worker.restarts)
+    async with asyncio.timeout(60):
         await node.worker.wait_ready()
     await node.count(since=before)
     entries = await node.entries()

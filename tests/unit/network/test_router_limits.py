@@ -61,7 +61,7 @@ def test_peeked_connections_count_too(with_limits):
     opened.pop(0).close()
     world.settle()
     # One has ended, so there is room for one; the kernel counts anew once a tick.
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while world.connect(WEB, 443) != "connected":
         assert time.monotonic() < deadline
     for one in opened:
@@ -70,9 +70,11 @@ def test_peeked_connections_count_too(with_limits):
 
 def test_new_connections(with_limits):
     world = with_limits(new_connections_per_s=10, new_connections_burst=30)
+    began = time.monotonic()
     world.send(*(packets.tcp_frame(WEB, port) for port in range(1000, 1300)))
-    assert 30 <= len(world.arrived()) <= 60
-    assert world.router.counters().limited >= 240
+    arrived = len(world.arrived())
+    assert 30 <= arrived <= 50 + 10 * (time.monotonic() - began)
+    assert world.router.counters().limited == 300 - arrived
 
 
 def test_refused_connections_use_up_no_allowance(with_limits):
@@ -87,15 +89,16 @@ def test_names_have_an_allowance_of_their_own(with_limits):
     world = with_limits(names_per_s=10, names_burst=20, new_connections_per_s=1, new_connections_burst=1)
     world.send(*(packets.udp_frame(WEB, port) for port in range(1000, 1300)))
     question = packets.udp_frame("10.0.0.1", 53, source_port=6000, payload=b"question")
+    began, heard = time.monotonic(), 0
     world.send(*[question] * 300)
-    heard = 0
-    world.names.settimeout(0.2)
+    sent_s = time.monotonic() - began
+    world.names.settimeout(1)
     while True:
         try:
             heard += world.names.recv(100) == b"question"
         except TimeoutError:
             break
-    assert 20 <= heard <= 60
+    assert 20 <= heard <= 50 + 10 * sent_s
     assert world.router.counters().names_paced == 300 - heard
 
 
@@ -117,27 +120,33 @@ def test_names_over_tcp(with_limits):
 
 def test_pings(with_limits):
     world = with_limits(pings_per_s=5)
+    began = time.monotonic()
     world.send(*[packets.icmp_frame(WEB)] * 50)
-    assert 5 <= len(world.arrived()) <= 15
-    assert world.router.counters().paced >= 35
+    most = 15 + 5 * (time.monotonic() - began)
+    assert 5 <= len(world.arrived()) <= most
+    assert world.router.counters().paced >= 50 - most
 
 
 def test_packets(with_limits):
     """Of a connection that is open, too."""
     world = with_limits(packets_per_s=100)
+    began = time.monotonic()
     world.send(*[packets.udp_frame(WEB, 4000)] * 1000)
+    most = 400 + 100 * (time.monotonic() - began)
     time.sleep(0.1)  # the kernel's clock: room for the packet that ends the wait
-    assert 100 <= len(world.arrived()) <= 400
-    assert world.router.counters().paced >= 600
+    assert 100 <= len(world.arrived()) <= most
+    assert world.router.counters().paced >= 1000 - most
 
 
 def test_bytes(with_limits):
     world = with_limits(megabytes_per_s=1)
+    began = time.monotonic()
     world.send(*[packets.udp_frame(WEB, 4000, payload=bytes(1400))] * 3000)
+    most = 2000 + 750 * (time.monotonic() - began)
     time.sleep(0.1)
     arrived = len(world.arrived())
-    assert 700 <= arrived <= 2000, "about a megabyte, at once, and some after it"
-    assert world.router.counters().paced >= 1000
+    assert 700 <= arrived <= most, "about a megabyte, at once, and some after it"
+    assert world.router.counters().paced >= 3000 - most
 
 
 def test_bytes_from_outside(with_limits):
@@ -150,9 +159,11 @@ def test_bytes_from_outside(with_limits):
         answers = world.in_outside(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         with answers:
             answers.bind((WEB, 5000))
+            began = time.monotonic()
             for _ in range(3000):
                 answers.sendto(bytes(1400), (str(world.address), 4000))
-        assert world.router.counters().paced >= 1000
+            spent = time.monotonic() - began
+        assert world.router.counters().paced >= 1000 - 750 * spent
 
 
 def test_the_defaults_are_far_from_ordinary_work():

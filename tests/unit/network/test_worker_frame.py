@@ -57,7 +57,7 @@ def is_there(pid: int | None) -> bool:
 
 
 async def until_restarted(worker: Worker, restarts: int = 1) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while worker.restarts < restarts:  # noqa: ASYNC110 - the process is what is waited for
             await asyncio.sleep(0.01)
         await worker.wait_ready()
@@ -233,12 +233,13 @@ async def test_a_flood_leaves_the_node_its_time() -> None:
         flood = asyncio.create_task(worker.request(Act(how="flood"), timeout_s=60))
         loop = asyncio.get_running_loop()
         begin, cpu, turns = loop.time(), os.times().user, 0
-        while loop.time() - begin < 2:
-            await asyncio.sleep(0.001)
-            turns += 1
-        assert 100 < answered <= 4000 * (loop.time() - begin) + 4000
-        assert turns > 100
-        assert os.times().user - cpu < 1.9
+        async with asyncio.timeout(60):
+            while loop.time() - begin < 2 or turns < 100 or answered < 100:
+                await asyncio.sleep(0.001)
+                turns += 1
+        spent = loop.time() - begin
+        assert answered <= 4000 * spent + 4000
+        assert os.times().user - cpu < 0.95 * spent
         flood.cancel()
         await asyncio.gather(flood, return_exceptions=True)
 
@@ -354,5 +355,5 @@ def test_workers_end_with_the_node() -> None:
         watched = os.pidfd_open(int(node.stdout.readline()))
         node.kill()
         node.wait()
-    assert select.select([watched], [], [], 10)[0]
+    assert select.select([watched], [], [], 60)[0]
     os.close(watched)

@@ -66,13 +66,13 @@ class SealedSlot:
         """Run `work` in a thread in the guest's place; sockets it makes stay there."""
         return inside(self.guest, work)
 
-    def socket(self, kind: int = socket.SOCK_STREAM, *, timeout_s: float = 3.0) -> socket.socket:
+    def socket(self, kind: int = socket.SOCK_STREAM, *, timeout_s: float = 20.0) -> socket.socket:
         """An IPv4 socket made in the guest's place."""
         made = self.in_guest(lambda: socket.socket(socket.AF_INET, kind))
         made.settimeout(timeout_s)
         return made
 
-    def connect(self, address: str, port: int, *, timeout_s: float = 3.0) -> str:
+    def connect(self, address: str, port: int, *, timeout_s: float = 20.0) -> str:
         """Try TCP: "connected", or the name of what came instead: ConnectionRefusedError, TimeoutError, OSError."""
         with self.socket(timeout_s=timeout_s) as made:
             try:
@@ -81,7 +81,7 @@ class SealedSlot:
                 return type(error).__name__
             return "connected"
 
-    def ask_udp(self, address: str, port: int, payload: bytes = b"?", *, timeout_s: float = 3.0) -> bytes | str:
+    def ask_udp(self, address: str, port: int, payload: bytes = b"?", *, timeout_s: float = 20.0) -> bytes | str:
         """Send a datagram: the answer, or the name of what came instead."""
         with self.socket(socket.SOCK_DGRAM, timeout_s=timeout_s) as made:
             try:
