@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,12 +14,9 @@ import pytest
 
 from cpuos.errors import CpuosError, PlatformError
 from cpuos.node.client import DialClient, LocalNodeClient
-from cpuos.settings import Settings, load_settings
-from cpuos.testing.daemons import DaemonForker, NodeDaemon
-from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
 from cpuos.testing.node import fault_is_pending, plan_fault
 from cpuos.types.network import EffectivePolicy, NetworkPolicy, PolicyLayer
-from cpuos.types.node import NodeSandboxCreate
+from gvisor_node import Node, gvisor_node
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(300)]
 
@@ -39,70 +33,10 @@ DELETE = [
 ]
 
 
-class Node:
-    """One instance's daemon, started again after each kill."""
-
-    def __init__(self, settings: Settings, forker: DaemonForker) -> None:
-        self.settings = settings
-        self._forker = forker
-        self.process: NodeDaemon | None = None
-        self._generation = int(time.time())
-
-    async def ready(self, client: LocalNodeClient) -> None:
-        if self.process is None or self.process.poll() is not None:
-            self.settings.node_socket.unlink(missing_ok=True)
-            self.process = self._forker.start(self.settings)
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                await client.facts()
-                return
-            except CpuosError:
-                assert self.process.poll() is None, self.process.log()
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.02)
-
-    def next(self) -> NodeSandboxCreate:
-        self._generation += 1
-        return NodeSandboxCreate(
-            id=A,
-            generation=self._generation,
-            template="base",
-            runtime="gvisor",
-            hostname="box",
-            cpu=1,
-            memory_mib=256,
-            disk_mib=64,
-            max_processes=64,
-        )
-
-    def router_rules(self) -> str:
-        """What holds in the router of the one sandbox."""
-        router = self.settings.run_dir / "netns" / f"{A}.slot" / "router"
-        into = ["nsenter", f"--mount=/proc/{self.process.pid}/ns/mnt", "nsenter", f"--net={router}"]
-        shown = subprocess.run([*into, "nft", "list", "ruleset"], capture_output=True, text=True, check=True)
-        return shown.stdout
-
-    def traces(self) -> list[str]:
-        assert self.process is not None
-        return find_traces(self.settings, node_pid=self.process.pid)
-
-
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    # Not pytest's own folder: the network workers' user must be able to pass it.
-    folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
-    folder.chmod(0o755)
-    settings = load_settings(state_dir=folder / "state", run_dir=folder / "run", runtime="gvisor")
-    with DaemonForker() as forker:
-        node = Node(settings, forker)
+    with gvisor_node() as node:
         yield node
-        if node.process is not None:
-            node.process.terminate()
-            node.process.wait()
-    remove_mounts(settings)
-    remove_groups(settings)
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -1,0 +1,88 @@
+"""A node daemon with real disks, slots and gVisor, in a folder of its own: started again after each kill."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cpuos.errors import CpuosError
+from cpuos.node.client import LocalNodeClient
+from cpuos.settings import Settings, load_settings
+from cpuos.testing.daemons import DaemonForker, NodeDaemon
+from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
+from cpuos.types.node import NodeSandboxCreate
+
+A = "a" * 20
+
+
+class Node:
+    """One instance's daemon, started again after each kill."""
+
+    def __init__(self, settings: Settings, forker: DaemonForker) -> None:
+        self.settings = settings
+        self._forker = forker
+        self.process: NodeDaemon | None = None
+        self._generation = int(time.time())
+
+    async def ready(self, client: LocalNodeClient) -> None:
+        if self.process is None or self.process.poll() is not None:
+            self.settings.node_socket.unlink(missing_ok=True)
+            self.process = self._forker.start(self.settings)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                await client.facts()
+                return
+            except CpuosError:
+                assert self.process.poll() is None, self.process.log()
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+
+    def next(self, letter: str = "a", **changes: object) -> NodeSandboxCreate:
+        self._generation += 1
+        values = {
+            "id": letter * 20,
+            "generation": self._generation,
+            "template": "base",
+            "runtime": "gvisor",
+            "hostname": "box",
+            "cpu": 1,
+            "memory_mib": 256,
+            "disk_mib": 64,
+            "max_processes": 64,
+        }
+        return NodeSandboxCreate(**(values | changes))
+
+    def router_rules(self) -> str:
+        """What holds in the router of the one sandbox."""
+        router = self.settings.run_dir / "netns" / f"{A}.slot" / "router"
+        into = ["nsenter", f"--mount=/proc/{self.process.pid}/ns/mnt", "nsenter", f"--net={router}"]
+        shown = subprocess.run([*into, "nft", "list", "ruleset"], capture_output=True, text=True, check=True)
+        return shown.stdout
+
+    def traces(self) -> list[str]:
+        assert self.process is not None
+        return find_traces(self.settings, node_pid=self.process.pid)
+
+
+@contextmanager
+def gvisor_node() -> Iterator[Node]:
+    # Not pytest's own folder: the network workers' user must be able to pass it.
+    folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
+    folder.chmod(0o755)
+    settings = load_settings(state_dir=folder / "state", run_dir=folder / "run", runtime="gvisor")
+    with DaemonForker() as forker:
+        node = Node(settings, forker)
+        yield node
+        if node.process is not None:
+            node.process.terminate()
+            node.process.wait()
+    remove_mounts(settings)
+    remove_groups(settings)
+    shutil.rmtree(folder)

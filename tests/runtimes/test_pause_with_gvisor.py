@@ -1,0 +1,363 @@
+"""Pause, resume, snapshots and clones of real sandboxes with a real agent, and the daemon killed at every step."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from cpuos.errors import Conflict, CpuosError, PlatformError
+from cpuos.node.client import DialClient, LocalNodeClient
+from cpuos.testing.node import fault_is_pending, plan_fault
+from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
+from cpuos.types.node import NodeSandboxCreate
+from guest_calls import GuestCalls
+from gvisor_node import A, Node, gvisor_node
+
+pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(300)]
+
+S = "s" * 20
+FREEZE = "0123456789abcdef" * 2
+COUNTER = "while true; do echo x >> /workspace/count; sleep 0.05; done"
+
+
+def points(verb: str, steps: list[str]) -> list[str]:
+    return [f"{verb}.{step}.{side}" for step in steps for side in ("before", "after")]
+
+
+PAUSE = points("pause", ["record", "begin", "memory", "sync", "commit", "paused"])
+PARK = points("park", ["destroy", "slot", "disk"])
+RESUME = points("resume", ["record", "disk", "slot", "start", "check", "running"])
+SNAPSHOT = points("snapshot", ["record", "begin", "memory", "disk", "commit", "running"])
+CREATE = points("create", ["record", "workdir", "disk", "slot", "start", "check", "running"])
+
+
+def policy(version: int = 1) -> EffectivePolicy:
+    off = PolicyLayer(origin="sandbox", policy=NetworkPolicy(mode=NetworkMode.OFF))
+    return EffectivePolicy(version=version, layers=[off])
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with gvisor_node() as node:
+        yield node
+
+
+@pytest.fixture
+async def client(node: Node) -> AsyncIterator[LocalNodeClient]:
+    async with LocalNodeClient(node.settings.node_socket) as client:
+        await node.ready(client)
+        yield client
+        await node.ready(client)
+        for facts in await client.list():
+            await client.delete(facts.id, generation=facts.generation)
+        for snapshot in await client.snapshots():
+            await client.delete_snapshot(snapshot.id)
+        assert node.traces() == []
+        assert os.listdir(node.settings.node_state_dir / "snapshots") == []
+
+
+class Box:
+    """One sandbox and the host side of its agent."""
+
+    def __init__(self, node: Node, client: LocalNodeClient, request: NodeSandboxCreate) -> None:
+        self.id, self.generation = request.id, request.generation
+        self.client = client
+        self.guest = GuestCalls(DialClient(node.settings.dial_socket), request.id, generation=request.generation)
+
+    async def freeze(self) -> dict:
+        return await self.guest.freeze(FREEZE)
+
+    async def pause(self):
+        return await self.client.pause(self.id, generation=self.generation, freeze=FREEZE)
+
+    async def resume(self):
+        return await self.client.resume(self.id, generation=self.generation, network=policy())
+
+    async def settle(self) -> None:
+        await self.client.settle(self.id, generation=self.generation)
+
+    async def snapshot(self, snapshot: str = S, **values):
+        asked = {"generation": self.generation, "snapshot": snapshot, "freeze": FREEZE}
+        return await self.client.snapshot(self.id, **(asked | values))
+
+    async def count(self) -> int:
+        return int(await self.guest.run("wc -l < /workspace/count"))
+
+    async def counts_on(self) -> None:
+        before = await self.count()
+        deadline = time.monotonic() + 10
+        while await self.count() <= before:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+
+async def begin(node: Node, client: LocalNodeClient, request: NodeSandboxCreate | None = None) -> Box:
+    request = request or node.next()
+    await client.create(request)
+    box = Box(node, client, request)
+    await box.guest.identify()
+    return box
+
+
+async def test_files_and_processes_come_back(node: Node, client: LocalNodeClient) -> None:
+    box = await begin(node, client)
+    await box.guest.run("echo w > /workspace/w; echo h > /home/user/h; echo e > /etc/e; echo t > /tmp/t; rm /etc/issue")
+    await box.guest.start("counter000000000", COUNTER)
+    await box.counts_on()
+    await box.freeze()
+    assert (await box.pause()).paused
+    assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record"}
+    (workdir_and_disk,) = [set(os.listdir(node.settings.node_state_dir / name)) for name in ("sandboxes",)]
+    assert workdir_and_disk == {A}
+    facts = await box.resume()
+    assert (facts.restored, facts.settled) == ("memory", False)
+    hello = await box.guest.identify()
+    assert hello["frozen"] is None
+    await box.settle()
+    await box.counts_on()
+    kept = await box.guest.run(
+        "cat /workspace/w /home/user/h /etc/e /tmp/t; ls /etc/issue; cat /sys/fs/cgroup/*/pids.max"
+    )
+    assert kept.split()[:4] == ["w", "h", "e", "t"]
+    assert "No such file" in kept
+    assert kept.split()[-1] == str(64 + 48)
+    assert (await client.stats(A)).processes >= 2
+    for _ in range(2):  # and again
+        await box.freeze()
+        await box.pause()
+        await box.resume()
+        await box.guest.identify()
+        await box.settle()
+    await box.counts_on()
+
+
+async def test_limits_hold_after_a_resume(node: Node, client: LocalNodeClient) -> None:
+    box = await begin(node, client)
+    await box.freeze()
+    await box.pause()
+    await box.resume()
+    await box.guest.identify()
+    await box.settle()
+    said = await box.guest.run("head -c 600M /dev/zero | tail; echo ended")
+    assert "ended" in said, "the hog is killed, not the sandbox"
+    bomb = "while (defined($p = fork)) { if (!$p) { sleep 20; exit } last if ++$n > 300 } print $n"
+    assert 30 < int(await box.guest.run(f"perl -e '{bomb}'; pkill -9 perl")) <= 64 + 48
+    assert (await client.get(A)).alive
+
+
+async def test_snapshot_then_three_that_go_on_from_it(node: Node, client: LocalNodeClient) -> None:
+    box = await begin(node, client)
+    await box.guest.run("echo w > /workspace/w; echo e > /etc/e")
+    await box.guest.start("counter000000000", COUNTER)
+    await box.counts_on()
+    await box.freeze()
+    made = await box.snapshot()
+    assert made.memory
+    await box.guest.identify()
+    await box.counts_on()
+    await box.guest.run("echo later > /workspace/w")
+    clones = [await begin(node, client, node.next(letter, snapshot=S, hostname=f"box-{letter}")) for letter in "bcd"]
+    keys = set()
+    for clone in clones:
+        await clone.counts_on()
+        await clone.guest.run(f"echo {clone.id} > /workspace/own")
+        said = await clone.guest.run("cat /workspace/w /etc/e; hostname; cat /etc/machine-id")
+        assert said.split()[:3] == ["w", "e", f"box-{clone.id[0]}"]
+        keys.add(said.split()[3] if len(said.split()) > 3 else clone.id)
+        assert (await client.stats(clone.id)).processes >= 2
+    assert len(keys) == 3
+    assert [(await clone.guest.run("cat /workspace/own")).strip() for clone in clones] == [c.id for c in clones]
+    # A clone is paused, resumed and cloned itself.
+    last = clones[-1]
+    await last.freeze()
+    await last.pause()
+    await last.snapshot("t" * 20, freeze=None)
+    await last.resume()
+    await last.guest.identify()
+    await last.settle()
+    await last.counts_on()
+    await client.delete_snapshot(S)
+    again = await begin(node, client, node.next("e", snapshot="t" * 20))
+    await again.counts_on()
+    assert (await client.stats(again.id)).processes >= 2
+    cold = await begin(node, client, node.next("f", snapshot="t" * 20, warm=False))
+    assert (await cold.guest.run("cat /workspace/own")).strip() == last.id
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("point", [*PAUSE, *PARK])
+async def test_a_pause_that_stops_anywhere(node: Node, client: LocalNodeClient, point: str, kill: bool) -> None:
+    box = await begin(node, client)
+    await box.guest.start("counter000000000", COUNTER)
+    await box.counts_on()
+    await box.freeze()
+    plan_fault(node.settings, point, kill=kill)
+    try:
+        await box.pause()
+    except CpuosError:
+        pass
+    assert not fault_is_pending(node.settings)
+    if kill:
+        node.process.wait()
+        await node.ready(client)
+    facts = await client.get(A)
+    assert facts.alive
+    if point.startswith("park") or (kill and point == "pause.paused.after"):
+        assert facts.paused
+    elif not (kill and point.startswith("pause.paused")):
+        assert not facts.paused
+    if point == "pause.record.before":  # nothing says that it was frozen: the freeze is repeated
+        await box.pause()
+        facts = await client.get(A)
+    if facts.paused:
+        await box.resume()
+    await box.guest.identify()
+    await box.counts_on()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("point", RESUME)
+async def test_a_resume_that_stops_anywhere(node: Node, client: LocalNodeClient, point: str, kill: bool) -> None:
+    box = await begin(node, client)
+    await box.guest.start("counter000000000", COUNTER)
+    await box.counts_on()
+    await box.freeze()
+    await box.pause()
+    plan_fault(node.settings, point, kill=kill)
+    with pytest.raises(CpuosError):
+        await box.resume()
+    assert not fault_is_pending(node.settings)
+    if kill:
+        node.process.wait()
+        await node.ready(client)
+    facts = await client.get(A)
+    assert facts.paused or (kill and point == "resume.running.after")
+    if facts.paused:
+        assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record"}
+    await box.resume()
+    await box.guest.identify()
+    await box.settle()
+    await box.counts_on()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("point", SNAPSHOT)
+async def test_a_snapshot_that_stops_anywhere(node: Node, client: LocalNodeClient, point: str, kill: bool) -> None:
+    box = await begin(node, client)
+    await box.guest.start("counter000000000", COUNTER)
+    await box.counts_on()
+    await box.freeze()
+    plan_fault(node.settings, point, kill=kill)
+    with pytest.raises(CpuosError):
+        await box.snapshot()
+    assert not fault_is_pending(node.settings)
+    if kill:
+        node.process.wait()
+        await node.ready(client)
+    assert (await client.get(A)).alive
+    await box.snapshot()
+    if (await client.snapshots())[0].incarnation == (await client.get(A)).incarnation:
+        await box.guest.identify()
+        await box.counts_on()
+    clone = await begin(node, client, node.next("b", snapshot=S))
+    await clone.counts_on()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("point", CREATE)
+async def test_a_create_from_a_snapshot_that_stops_anywhere(
+    node: Node, client: LocalNodeClient, point: str, kill: bool
+) -> None:
+    box = await begin(node, client)
+    await box.guest.run("echo w > /workspace/w")
+    await box.freeze()
+    await box.snapshot()
+    await client.delete(A, generation=box.generation)
+    plan_fault(node.settings, point, kill=kill)
+    request = node.next("b", snapshot=S)
+    with pytest.raises(CpuosError):
+        await client.create(request)
+    if kill:
+        node.process.wait()
+        await node.ready(client)
+    if not (kill and point == "create.running.after"):
+        assert node.traces() == []
+    clone = await begin(node, client, request)
+    assert await clone.guest.run("cat /workspace/w") == "w\n"
+
+
+async def test_a_flipped_bit_is_found(node: Node, client: LocalNodeClient) -> None:
+    box = await begin(node, client)
+    await box.freeze()
+    await box.pause()
+    image = node.settings.node_state_dir / "snapshots" / f"pause-{A}"
+    deadline = time.monotonic() + 10
+    while not (image / "digests.json").exists():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    pages = image / "memory" / "pages.img"
+    _flip(pages, pages.stat().st_size // 2)
+    with pytest.raises(PlatformError) as caught:
+        await box.resume()
+    assert caught.value.code == "snapshot_damaged"
+    assert "pages.img" in caught.value.why
+    assert (await client.get(A)).paused
+    assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record"}
+    _flip(pages, pages.stat().st_size // 2)
+    await box.resume()
+    await box.guest.identify()
+
+
+async def test_a_foreign_or_older_image_is_refused(node: Node, client: LocalNodeClient) -> None:
+    box = await begin(node, client)
+    await box.freeze()
+    await box.snapshot()
+    await client.delete(A, generation=box.generation)
+    folder = node.settings.node_state_dir / "snapshots" / S
+    manifest = folder / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"memory_mib":256', '"memory_mib":512'))
+    with pytest.raises(PlatformError) as caught:
+        await client.create(node.next("b", snapshot=S, memory_mib=512))
+    assert caught.value.code == "snapshot_damaged"
+    manifest.write_text(text)
+    (folder / "memory" / "checkpoint.img").write_bytes(b"")
+    with pytest.raises(PlatformError) as caught:
+        await client.create(node.next("b", snapshot=S))
+    assert caught.value.code == "snapshot_damaged"
+    _resign(node, text.replace("v0.0.0-20260905035102", "v0.0.0-20250101000000"))
+    with pytest.raises(CpuosError) as caught:
+        await client.create(node.next("b", snapshot=S))
+    assert caught.value.code in ("snapshot_incompatible", "snapshot_damaged")
+    shutil.rmtree(folder)
+
+
+def _flip(path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _resign(node: Node, text: str) -> None:
+    from cpuos.node.images import ImageStore
+
+    store = ImageStore(node.settings.node_state_dir / "snapshots")
+    (store.path(S) / "manifest.json").write_text(text)
+    (store.path(S) / "manifest.mac").write_text(store._sign(b"manifest", text.encode()))
+
+
+async def test_a_snapshot_that_was_not_frozen_needs_no_thaw(node: Node, client: LocalNodeClient) -> None:
+    box = await begin(node, client)
+    await box.guest.run("echo w > /workspace/w")
+    made = await box.snapshot(freeze=None, memory=False)
+    assert not made.memory
+    await box.guest.run("true")
+    with pytest.raises(Conflict):
+        await client.snapshot(A, generation=box.generation - 1, snapshot=S, freeze=FREEZE)
