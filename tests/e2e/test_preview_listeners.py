@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ import pytest
 
 from cpuos import Sandbox
 from cpuos.testing.instance import Instance
+from cpuos.testing.ports import TestPorts
+from cpuos.testing.waiting import wait_until
 
 SERVER = Path(__file__).parents[1] / "preview_server.py"
 
@@ -39,21 +40,17 @@ def cpuos(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture
+def ports() -> Iterator[TestPorts]:
+    made = TestPorts()
+    yield made
+    made.close()
 
 
-def start_server(box: Sandbox) -> int:
-    port = free_port()
+def start_server(box: Sandbox, port: int) -> None:
     job = box.spawn(["python3", "-c", SERVER.read_text(), "127.0.0.1", str(port)])
-    deadline = time.monotonic() + 30
-    while not job.output():
-        assert not job.refresh().status.ended
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return port
+    wait_until(lambda: job.output() or job.refresh().status.ended)
+    assert job.output()
 
 
 def get(connection: http.client.HTTPConnection, target: str, **headers: Any) -> http.client.HTTPResponse:
@@ -61,7 +58,7 @@ def get(connection: http.client.HTTPConnection, target: str, **headers: Any) -> 
     return connection.getresponse()
 
 
-def test_previews_by_tls_and_by_path(folder: Path) -> None:
+def test_previews_by_tls_and_by_path(folder: Path, ports: TestPorts) -> None:
     state = folder / "state"
     made = cpuos("certs", "--json", state_dir=str(state), data_dir=str(folder / "data"))
     assert made.returncode == 0, made.stderr
@@ -69,9 +66,10 @@ def test_previews_by_tls_and_by_path(folder: Path) -> None:
     assert files["domain"] == "preview.localhost"
     state.chmod(0o755)
     values = {"preview_tls_cert": files["certificate"], "preview_tls_key": files["key"]}
-    values |= {"preview_path_mode": True, "preview_path_port": free_port()}
+    values |= {"preview_path_mode": True, "preview_path_port": ports.take()}
     with Instance(runtime="fake", **values) as instance, Sandbox.create(client=instance.client()) as box:
-        port = start_server(box)
+        port = ports.take()
+        start_server(box, port)
         url = box.ports.url(port, public=True)
         assert url.startswith("https://")
         place = urlsplit(url)

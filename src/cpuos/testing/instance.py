@@ -14,7 +14,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,10 +27,11 @@ from cpuos.services.health import ask, part_answers
 from cpuos.settings import Settings, load_settings
 from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
 from cpuos.testing.node import write_fake_template
+from cpuos.testing.ports import TestPorts
 
 __all__ = ["Instance"]
 
-READY_S = 60.0
+READY_S = 90.0
 STOP_S = 15.0
 # From the node up; the server comes last, since it asks the two others.
 MODULES = {"node": "cpuos.node", "gateway": "cpuos.gateway", "server": "cpuos.server"}
@@ -48,6 +48,7 @@ class Instance:
         """With `netns` the parts run in that network namespace; reaching their ports is the caller's affair."""
         self.folder = Path(tempfile.mkdtemp(prefix="cpuos-"))
         self.folder.chmod(0o755)  # the daemons' users pass through it
+        self._ports = TestPorts()  # the same over restarts of a part
         if data_dir is None:
             data_dir = self.folder / "data" if runtime == "fake" else load_settings().data_dir
         self.settings: Settings = load_settings(
@@ -57,9 +58,9 @@ class Instance:
             runtime=runtime,
             # Without an uplink nothing is changed outside of the instance's own namespaces.
             **{
-                "api_port": _free_port(),
-                "gateway_port": _free_port(),
-                "preview_port": _free_port(),
+                "api_port": self._ports.take(),
+                "gateway_port": self._ports.take(),
+                "preview_port": self._ports.take(),
                 "network_uplink": "none",
                 **values,
             },
@@ -114,6 +115,7 @@ class Instance:
         self._processes.clear()
         remove_mounts(self.settings)
         remove_groups(self.settings)
+        self._ports.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, part: str) -> None:
@@ -200,7 +202,7 @@ class Instance:
 
     def leftovers(self) -> list[str]:
         """What is on the host of sandboxes that the node does not know as alive."""
-        _, body = ask(self.settings.node_socket, "/v1/sandboxes", timeout_s=10)
+        _, body = ask(self.settings.node_socket, "/v1/sandboxes", timeout_s=30)
         alive = {facts["id"] for facts in body["sandboxes"] if facts["alive"]}
         return find_traces(self.settings, node_pid=self.pids()["node"], except_for=alive)
 
@@ -245,7 +247,7 @@ class Instance:
         if node is None or node.poll() is not None:
             return
         with contextlib.suppress(OSError):
-            _, body = ask(self.settings.node_socket, "/v1/sandboxes", timeout_s=10)
+            _, body = ask(self.settings.node_socket, "/v1/sandboxes", timeout_s=30)
             for facts in (body or {}).get("sandboxes", []):
                 path = f"/v1/sandboxes/{facts['id']}?generation={facts['generation']}"
                 ask(self.settings.node_socket, path, method="DELETE", timeout_s=60)
@@ -256,13 +258,6 @@ def _network_user() -> str:
         return pwd.getpwnam("cpuos-network").pw_name
     except KeyError:
         return "nobody"
-
-
-def _free_port() -> int:
-    """A port that was free a moment ago: it must stay the same over restarts of a part."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _daemons_can_be_other_users() -> bool:
