@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from cpuos.errors import CpuosError
+from cpuos.errors import AgentFailure, CpuosError
 from cpuos.gateway import exec as commands
 from cpuos.gateway import files, links, pty
 from cpuos.gateway.access import Gateway, authorize, bearer
 from cpuos.gateway.calls import Call, Message, Receive, Route, Routes, Send, answer_error
+from cpuos.gateway.sandbox import GatewaySandbox
+from cpuos.gateway.tickets import Ticket
 
 __all__ = ["ROUTES", "create_app"]
 
@@ -57,6 +59,10 @@ ROUTES = (
 )
 
 
+# They last as long as somebody wants them to; a pause waits a moment for the end of all others.
+LASTING = frozenset((commands.start_command, commands.write_stdin, files.watch_files))
+
+
 def _say_what_to_try(call: Call, error: Exception) -> None:
     """A pasteable step for what the agent refused: it knows neither the sandbox's id nor our commands."""
     sandbox = call.values.get("sandbox")
@@ -72,6 +78,16 @@ def _say_what_to_try(call: Call, error: Exception) -> None:
         error.hint = (
             f"cpuos exec {sandbox} ls -la {folder}, or sbx.files.list({os.path.dirname(path) or '/workspace'!r})"
         )
+
+
+async def _serve_inside(call: Call, row: Route, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
+    """A call that needs the sandbox to run: it waits for a resume, and the sandbox is busy as long as it lasts."""
+    await sandbox.awake()
+    with sandbox.activity.hold(brief=row.handler not in LASTING):
+        try:
+            await row.handler(call, sandbox, ticket, gateway)
+        except AgentFailure as error:
+            raise sandbox.gate.explain(error) from error
 
 
 def create_app(gateway: Gateway) -> Callable[[Message, Receive, Send], Awaitable[None]]:
@@ -94,7 +110,10 @@ def create_app(gateway: Gateway) -> Callable[[Message, Receive, Send], Awaitable
             else:
                 sandbox, ticket = authorize(gateway, call.values["sandbox"], bearer(call), scope=row.scope)
                 with gateway.streams.open(ticket):
-                    await row.handler(call, sandbox, ticket, gateway)
+                    if row.scope == "records":  # answered from the gateway's own record, whatever the sandbox does
+                        await row.handler(call, sandbox, ticket, gateway)
+                    else:
+                        await _serve_inside(call, row, sandbox, ticket, gateway)
         except Exception as error:
             _say_what_to_try(call, error)
             await answer_error(call, error)

@@ -26,6 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 log = structlog.get_logger("gateway.calls")
 
+_SOON = (b"retry-after", b"2")
 _JSON = (b"content-type", b"application/json")
 _PLAIN_QUERY = frozenset(range(0x21, 0x7F))
 
@@ -92,6 +93,17 @@ class Call:
         if not value.isascii() or not value.isdigit() or len(value) > 19 or int(value) > most:
             raise InvalidRequest(f"cannot read {name}: {value[:64]!r}", f"it is a whole number from 0 to {most}")
         return int(value)
+
+    def seconds(self, name: str, *, default: float, most: float) -> float:
+        """A time of the query; a longer one than may be is shortened."""
+        text = self.query(name)
+        try:
+            seconds = float(text) if text else default
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < 1e9:
+            raise InvalidRequest(f"cannot read {name}: {str(text)[:32]!r}", "it is a number of seconds")
+        return min(seconds, most)
 
     async def body(self, *, limit: int) -> bytes:
         """The whole body."""
@@ -226,8 +238,9 @@ async def answer_error(call: Call, error: BaseException) -> None:
     if call.begun:
         log.warning("call.cut", path=_logged_path(call), code=error.code, why=error.why)
         raise error
+    headers = [_JSON, _SOON] if error.code == "sandbox_paused" else None
     with suppress(RuntimeError):
-        await call.answer(error.status, json.dumps(error.body()).encode())
+        await call.answer(error.status, json.dumps(error.body()).encode(), headers=headers)
 
 
 def _logged_path(call: Call) -> str:

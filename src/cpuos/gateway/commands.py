@@ -63,6 +63,7 @@ class CommandRun:
         on_told: Callable[[], None],
         on_saved: Callable[[CommandRun], None],
         journaled: bool = False,
+        stood_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.recorded = recorded
@@ -71,6 +72,13 @@ class CommandRun:
         self._told = on_told
         self._saved = on_saved
         self._clock = clock
+        self._stood_s = stood_s
+        self._stood_before = stood_s()
+        self._held = False
+        """The sandbox stands still: the agent is not to be asked."""
+        self._attaching: asyncio.Task[None] | None = None
+        self._size: tuple[int, int] | None = None
+        """Of its terminal, as long as the agent may not have heard of it."""
         self._connection: AgentConnection | None = None
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start_error: BaseException | None = None
@@ -128,8 +136,9 @@ class CommandRun:
 
     def recover(self) -> None:
         """Attach to a command that an earlier gateway process started."""
+        self._stood_before = 0.0  # all, as nobody knows how much of it was before its start
         self._settle_started(None)
-        self._spawn(self._attach())
+        self._attach_soon()
 
     async def wait_started(self) -> None:
         """For a second caller with the same idempotency key: the first one's success or error."""
@@ -147,6 +156,25 @@ class CommandRun:
         self._settle_started(None)
         self._drop_connection()
         self.recorded.notify()
+
+    def hold(self) -> None:
+        """The sandbox stands still, or its agent is lost: without a stream until `go_on`."""
+        self._held = True
+        if self._attaching is not None:
+            self._attaching.cancel()
+        self._drop_connection()
+
+    def go_on(self, agent: AgentClient, *, known: bool) -> None:
+        """Follow the command by this agent from now on, which may not know it any more."""
+        self._agent = agent
+        self._held = False
+        self._overdue_kill_at = None
+        if self._done or self._left:
+            return
+        if known:
+            self._attach_soon()
+        else:
+            self.ending.decide(CommandStatus.UNKNOWN, reason="the agent does not know the command")
 
     def leave(self) -> None:
         """This process ends: drop the connection, the program runs on and the next process attaches."""
@@ -190,14 +218,14 @@ class CommandRun:
 
     def cut(self, error: CpuosError | None) -> None:
         self._connection = None
-        if self._done or self._left:
+        if self._done or self._left or self._held:
             return
         if not self._started.done():
             self._settle_started(error or agent_unresponsive("it cut the stream before it began"))
             return
         self._trust.was_cut(error)
         if not self._gave_up():
-            self._spawn(self._attach())
+            self._attach_soon()
 
     @property
     def _done(self) -> bool:
@@ -210,6 +238,8 @@ class CommandRun:
         if self.recorded.record.pid is None:
             self.recorded.record = replace(self.recorded.record, pid=started.pid)
         self.stdin.connected(started.stdin)
+        if self._size is not None:
+            self.resize(*self._size)
         self._settle_started(None)
         self.recorded.notify()
 
@@ -326,6 +356,7 @@ class CommandRun:
         self.stdin.close()
 
     def resize(self, cols: int, rows: int) -> None:
+        self._size = None if self._connection is not None else (cols, rows)
         self._write(encode_frame(FrameKind.RESIZE, json.dumps({"cols": cols, "rows": rows}).encode()))
 
     async def kill(self, number: int, *, reason: str) -> None:
@@ -366,7 +397,8 @@ class CommandRun:
             if self._gave_up():
                 return
         limit = self.recorded.record.timeout_s
-        if limit is None or self._done or self.ending.age_s() < limit + TIMEOUT_GRACE_S:
+        stood_s = self._stood_s() - self._stood_before
+        if limit is None or self._done or self.ending.age_s() - stood_s < limit + TIMEOUT_GRACE_S:
             return
         if self._overdue_kill_at is None:
             self._overdue_kill_at = now
@@ -374,6 +406,10 @@ class CommandRun:
         elif now - self._overdue_kill_at > 2 * TIMEOUT_GRACE_S:
             why = "its time limit passed and the agent did not end it"
             self.ending.decide(CommandStatus.UNKNOWN, reason=why)
+
+    def _attach_soon(self) -> None:
+        if self._attaching is None or self._attaching.done() or self._attaching.cancelling():
+            self._attaching = self._spawn(self._attach())
 
     async def _attach(self) -> None:
         """Have the stream again, from where the record ends."""
@@ -411,7 +447,8 @@ class CommandRun:
             self._started.set_exception(error)
             self._started.exception()  # seen, also where nobody waits any more
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

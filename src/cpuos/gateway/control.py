@@ -1,4 +1,5 @@
-"""The control API on the gateway's own socket, for the server: attach, detach, forget, journal, revoke."""
+"""The control API on the gateway's own socket, for the server: sandboxes, what they do and who calls them, the journal,
+revoked tickets."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ __all__ = ["CONTROL_ROUTES", "create_control_app"]
 
 MAX_JSON = 256 << 10
 MAX_JOURNAL_PAGE = 5000
+MAX_WAIT_S = 60.0
 _SANDBOX_ID = re.compile(SANDBOX_ID_PATTERN)
 SANDBOX = "/v1/sandboxes/{sandbox}"
 
@@ -33,6 +35,14 @@ class _Attach(Request):
     wait_s: float = Field(10.0, ge=0, le=300)
     starting_s: float = Field(0.0, ge=0, le=3600)
     """For so long the node may still be making the sandbox; `wait_s` counts from when it runs."""
+
+
+class _Suspend(Request):
+    freeze: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+    if_idle_since: float | None = None
+    """Unix seconds: refused unless nothing was open since before then."""
+    auto_resume: bool = True
+    """Calls wait for a resume; else they are refused."""
 
 
 class _Detach(Request):
@@ -80,6 +90,26 @@ async def _attach(call: Call, gateway: Gateway) -> None:
         starting_s=request.starting_s,
     )
     await call.answer_json(200, {"agent": hello.agent, "contract": hello.contract, "boot_s": hello.boot_s})
+
+
+async def _suspend(call: Call, gateway: Gateway) -> None:
+    request: _Suspend = read_model(_Suspend, await call.body(limit=MAX_JSON))
+    told = await gateway.sandboxes.suspend(
+        _sandbox_id(call), request.freeze, if_idle_since=request.if_idle_since, auto_resume=request.auto_resume
+    )
+    await call.answer_json(200, told)
+
+
+async def _get_activity(call: Call, gateway: Gateway) -> None:
+    await call.answer_json(200, {"sandboxes": gateway.sandboxes.activity()})
+
+
+async def _get_wakes(call: Call, gateway: Gateway) -> None:
+    after, wait_s = call.number("after", default=0), call.seconds("wait_s", default=25.0, most=MAX_WAIT_S)
+    wakes = gateway.sandboxes.wakes
+    found, following = await wakes.after(after or 0, wait_s=wait_s)
+    told = [{"seq": seq, "sandbox": sandbox_id} for seq, sandbox_id in found]
+    await call.answer_json(200, {"source": wakes.source, "wakes": told, "next": following})
 
 
 async def _detach(call: Call, gateway: Gateway) -> None:
@@ -139,7 +169,10 @@ async def _get_health(call: Call, gateway: Gateway) -> None:
 
 CONTROL_ROUTES = (
     Route(method="POST", path=f"{SANDBOX}/attach", handler=_attach),
+    Route(method="POST", path=f"{SANDBOX}/suspend", handler=_suspend),
     Route(method="POST", path=f"{SANDBOX}/detach", handler=_detach),
+    Route(method="GET", path="/v1/activity", handler=_get_activity),
+    Route(method="GET", path="/v1/wakes", handler=_get_wakes),
     Route(method="POST", path=f"{SANDBOX}/oom", handler=_oom),
     Route(method="PUT", path=f"{SANDBOX}/ports/{{port}}", handler=_open_port),
     Route(method="DELETE", path=f"{SANDBOX}/ports/{{port}}", handler=_close_port),

@@ -131,7 +131,7 @@ async def get_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gatew
 async def wait_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
     """GET …/wait: long poll; the record, ended or not, when it ends or the time is over."""
     recorded = sandbox.store.get(call.values["command"])
-    seconds = _seconds(call.query("timeout_s"))
+    seconds = call.seconds("timeout_s", default=60.0, most=MAX_WAIT_S)
     await call.body(limit=0)
     loop = asyncio.get_running_loop()
     gone = call.gone()
@@ -239,13 +239,3 @@ async def resize_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, ga
             raise InvalidRequest("cannot resize the command", "it was started without a pty")
         run.resize(size.cols, size.rows)
     await call.answer_model(200, sandbox.store.get(call.values["command"]).command())
-
-
-def _seconds(text: str | None) -> float:
-    try:
-        seconds = float(text) if text else 60.0
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise InvalidRequest(f"cannot read timeout_s: {str(text)[:32]!r}", "it is a number of seconds")
-    return min(seconds, MAX_WAIT_S)

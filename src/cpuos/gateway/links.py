@@ -40,13 +40,15 @@ async def download(call: Call, gateway: Gateway) -> None:
         start, end = int(wanted[1]), int(wanted[2]) if wanted[2] else None
         if end is not None and end < start:
             raise InvalidRequest("cannot read the range", "its end is before its start")
+        await sandbox.awake()
         size = await _size(sandbox, path)
         if start < size:
             end = size - 1 if end is None else min(end, size - 1)
             target += f"&offset={start}&length={end - start + 1}"
             headers.append((b"content-range", b"bytes %d-%d/%d" % (start, end, size)))
             status = 206
-    with gateway.streams.open(ticket):
+    await sandbox.awake()
+    with gateway.streams.open(ticket), sandbox.activity.hold(brief=True):
         async with journaled(gateway, ticket, "file.read", target=shown_bytes(path), detail={"link": True}) as detail:
             detail["bytes"] = await send_file(call, sandbox, target, headers=headers, status=status)
 

@@ -48,10 +48,11 @@ async def open_pty(call: Call, gateway: Gateway) -> None:
         await socket.accept()
         text = bearer(call) if call.header(b"authorization") else await _first_ticket(socket)
         sandbox, ticket = authorize(gateway, call.values["sandbox"], text, scope="exec")
-        with gateway.streams.open(ticket), sandbox.slots.hold("ptys"):
+        await sandbox.awake()
+        with gateway.streams.open(ticket), sandbox.slots.hold("ptys"), sandbox.activity.hold():
             recorded = await _command(call, sandbox, ticket)
             run = sandbox.runs.get(recorded.id)
-            await _serve(socket, recorded, None if run is None else _Keys(run, gateway, ticket))
+            await _serve(socket, recorded, None if run is None else _Keys(run, gateway, ticket, sandbox))
         await socket.close(CLOSED)
     except _Gone:
         pass
@@ -181,7 +182,8 @@ async def _take_up(socket: _Socket, keys: _Keys | None) -> None:
 class _Keys:
     """What a client sends to a running program."""
 
-    def __init__(self, run: CommandRun, gateway: Gateway, ticket: Ticket) -> None:
+    def __init__(self, run: CommandRun, gateway: Gateway, ticket: Ticket, sandbox: GatewaySandbox) -> None:
+        self._sandbox = sandbox
         self._run = run
         self._gateway = gateway
         self._ticket = ticket
@@ -191,6 +193,8 @@ class _Keys:
         run = self._run
         if run.recorded.ended:
             return
+        if frame.kind in (FrameKind.STDIN, FrameKind.STDIN_END, FrameKind.KILL):
+            await self._sandbox.awake()
         if frame.kind is FrameKind.STDIN:
             await run.write_stdin(frame.payload, offset=None)
         elif frame.kind is FrameKind.STDIN_END:

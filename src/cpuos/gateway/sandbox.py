@@ -1,4 +1,4 @@
-"""One sandbox as the gateway knows it: attach, detach, and the start of its commands."""
+"""One sandbox as the gateway knows it: attach, suspend, detach, and the start of its commands."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from cpuos.errors import (
     SandboxGone,
     Unavailable,
 )
+from cpuos.gateway.activity import Activity, Wakes
 from cpuos.gateway.agent.answers import Hello
 from cpuos.gateway.agent.client import AgentClient
 from cpuos.gateway.agent.connection import AgentTimes
@@ -32,13 +33,14 @@ from cpuos.gateway.previews.ports import PublishedPorts
 from cpuos.gateway.records import CommandRecord, RecordedCommand, shown_argv
 from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.store import CommandStore
+from cpuos.gateway.suspension import Gate, Suspension
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.command import Command, CommandStart, CommandStatus
 
 __all__ = ["GatewaySandbox"]
 
-REATTACH_WAIT_S = 10.0
-"""A call for a sandbox that a restarted gateway has not reached yet waits so long."""
+CALM_S = 2.0
+"""A freeze waits so long for calls that are under way, and cuts what takes longer, but for the start of a command."""
 MAX_START_BYTES = 2 << 20
 MISSING_PROGRAM = {"program_not_found": 127, "program_not_executable": 126}
 _ID_LETTERS = string.ascii_lowercase + string.digits
@@ -59,10 +61,13 @@ class GatewaySandbox:
         refusals: Refusals | None,
         limits: GatewayLimits,
         times: AgentTimes,
+        wakes: Wakes | None = None,
     ) -> None:
         self.id = sandbox_id
         self.store = store
         self.slots = Slots(limits)
+        self.activity = Activity()
+        self.gate = Gate(sandbox_id, wakes=wakes or Wakes())
         self.ports = PublishedPorts(store.folder / "ports.json")
         self.runs: dict[str, CommandRun] = {}
         self.generation = 0
@@ -76,7 +81,7 @@ class GatewaySandbox:
         self._settled: set[int] = set()
         """Intents of commands not ended in the store whose outcome an earlier process wrote."""
         self._agent: AgentClient | None = None
-        self._ready = asyncio.Event()
+        self._starting = 0
         self._attaching = asyncio.Lock()
         self._identifying: asyncio.Future[Hello] | None = None
         self.hello: Hello | None = None
@@ -84,7 +89,10 @@ class GatewaySandbox:
     # attach and detach
 
     async def attach(self, generation: int, *, hostname: str, wait_s: float, starting_s: float = 0.0) -> Hello:
-        """Make the agent ours and take up its commands. A repeat answers the same; an older generation is refused."""
+        """Make the agent ours and take up its commands. A repeat answers the same; an older generation is refused.
+
+        A suspended sandbox goes on by it, or stays suspended where it fails.
+        """
         async with self._attaching:
             if generation < self.generation:
                 raise Conflict(
@@ -94,7 +102,7 @@ class GatewaySandbox:
                 )
             if generation == self.generation and self.ended is not None:
                 raise self.gone()
-            if generation == self.generation and self._ready.is_set() and self.hello is not None:
+            if generation == self.generation and self.gate.open and self.hello is not None:
                 return self.hello
             if generation > self.generation and self.generation:
                 await self.end(CommandStatus.SANDBOX_LOST, "the sandbox was made anew as another generation")
@@ -102,31 +110,54 @@ class GatewaySandbox:
 
     async def _attach(self, generation: int, *, hostname: str, wait_s: float, starting_s: float) -> Hello:
         agent = self._client(generation)
+        if not self.gate.paused:
+            self.gate.shut()
         try:
             self._identifying = asyncio.ensure_future(agent.identify(wait_s=wait_s, starting_s=starting_s))
             hello = await self._identifying
+            if hello.frozen is not None:  # what it was frozen for did not come about
+                await agent.thaw(hello.frozen)
             self.generation, self.hostname, self.ended = generation, hostname, None
             self._save()
             self._agent = agent
-            if hello.commands or self.store.running:
+            if hello.commands or self.store.running or self.gate.paused:
                 await self._take_up(agent)
         except BaseException as error:
             self._agent = None
+            for run in self.runs.values():
+                run.hold()
             await agent.aclose()
             if isinstance(error, asyncio.CancelledError) and self._identifying.cancelled():
                 raise SandboxGone(f"cannot attach sandbox {self.id}: it was ended meanwhile") from None
             raise
         self.hello = hello
-        self._ready.set()
-        log.info("sandbox.attached", sandbox=self.id, generation=generation, commands=len(self.runs))
+        self._go_on()
+        log.info(
+            "sandbox.attached",
+            sandbox=self.id,
+            generation=generation,
+            incarnation=hello.incarnation,
+            commands=len(self.runs),
+            not_reseeded=hello.thawed.failed if hello.thawed is not None else [],
+        )
         return hello
+
+    def _go_on(self) -> None:
+        was_suspended = self.gate.suspension is not None
+        self.gate.reopen()
+        self.activity.touch()
+        if was_suspended:
+            self._save()
 
     def _client(self, generation: int) -> AgentClient:
         return AgentClient(self._dialler, sandbox_id=self.id, generation=generation, times=self._times)
 
     async def _take_up(self, agent: AgentClient) -> None:
-        """After a restart: attach to what runs, end what the agent never got, kill what nobody recorded."""
+        """After a restart or a suspension: attach to what runs, end what the agent never got, kill what nobody
+        recorded."""
         known = {command.id for command in (await agent.commands()).commands}
+        for run in list(self.runs.values()):
+            run.go_on(agent, known=run.id in known)
         for recorded in self._untaken():
             run = self._run(recorded, agent)
             if recorded.id in known:
@@ -134,8 +165,59 @@ class GatewaySandbox:
             else:
                 run.finish_unstarted()
         for command_id in known - set(self.store.running):
-            if not self.store.has(command_id):
+            if self.store.has(command_id):
+                agent.forget_command(command_id)
+            else:
                 agent.kill_command_later(command_id)
+
+    async def suspend(self, freeze: str, *, if_idle_since: float | None, auto_resume: bool) -> dict[str, Any]:
+        """Freeze what runs inside, and hold back all calls until the next attach. A repeat answers the same.
+
+        A refusal changes nothing. An `AgentFailure` leaves open what stands still: then an attach is due.
+        """
+        async with self._attaching:
+            if self.ended is not None:
+                raise self.gone()
+            if (suspension := self.gate.suspension) is not None:
+                if suspension.freeze != freeze:
+                    raise Conflict(f"cannot suspend sandbox {self.id}: it is suspended by another freeze")
+                return suspension.told
+            agent = self._agent
+            if agent is None or not self.gate.open:
+                raise AgentFailure(
+                    f"cannot suspend sandbox {self.id}", "its agent is not attached", code="agent_unresponsive"
+                )
+            if if_idle_since is not None and (self.idle_since is None or self.idle_since > if_idle_since):
+                raise Conflict(f"cannot suspend sandbox {self.id}: it is not idle", code="sandbox_busy")
+            self.gate.shut(suspending=True)
+            try:
+                told = await self._freeze(agent, freeze)
+            except AgentFailure:
+                self.gate.shut()
+                self._agent, self.hello = None, None
+                await agent.aclose()
+                raise
+            except BaseException:
+                for run in self.runs.values():
+                    run.go_on(agent, known=True)
+                self.gate.reopen()
+                raise
+            self._agent, self.hello = None, None
+            self.gate.suspend(freeze, told, auto_resume=auto_resume)
+            self._save()
+            await agent.aclose()
+            log.info("sandbox.suspended", sandbox=self.id, commands=len(self.runs), processes=told["processes"])
+            return told
+
+    async def _freeze(self, agent: AgentClient, freeze: str) -> dict[str, Any]:
+        await self.activity.calm(CALM_S)
+        if self._starting:
+            why = f"a command is being started, and that took over {CALM_S:g} s"
+            raise Conflict(f"cannot freeze sandbox {self.id}", why, code="freeze_failed")
+        for run in self.runs.values():
+            run.hold()
+        frozen = await agent.freeze(freeze)
+        return frozen.model_dump()
 
     async def detach(self, status: CommandStatus, reason: str) -> None:
         """The sandbox ended: so do its commands and streams; output stays readable. An attach that waits is ended."""
@@ -149,10 +231,10 @@ class GatewaySandbox:
     async def end(self, status: CommandStatus, reason: str) -> None:
         """What `detach` does once; also where a restart interrupted it."""
         self.ended = (status, reason)
-        self._save()
-        self._ready.clear()
         self.hello = None
         agent, self._agent = self._agent, None
+        self._go_on()
+        self._save()
         for recorded in self._untaken():
             self._run(recorded, agent or self._client(0))
         for run in list(self.runs.values()):
@@ -165,8 +247,16 @@ class GatewaySandbox:
         untaken = [recorded for recorded in self.store.running.values() if recorded.id not in self.runs]
         for recorded in untaken:
             recorded.users += 1
-            self.slots.take("commands")
+            self._count_command()
         return untaken
+
+    def _count_command(self) -> None:
+        self.slots.take("commands")
+        self.activity.begin()
+
+    def _uncount_command(self) -> None:
+        self.slots.give("commands")
+        self.activity.end()
 
     async def leave(self) -> None:
         """This process ends; the sandbox and its commands go on."""
@@ -182,10 +272,20 @@ class GatewaySandbox:
         self.hostname = str(facts.get("hostname", ""))
         ended = facts.get("ended")
         self.ended = (CommandStatus(ended[0]), str(ended[1])) if ended else None
+        self.gate.suspension = Suspension.from_facts(facts.get("suspension"))
+        self.gate.stood_s = float(facts.get("stood_s", 0.0))
 
     def _save(self) -> None:
-        ended = [self.ended[0].value, self.ended[1]] if self.ended else None
-        self.store.save_facts({"generation": self.generation, "hostname": self.hostname, "ended": ended})
+        suspension = self.gate.suspension
+        self.store.save_facts(
+            {
+                "generation": self.generation,
+                "hostname": self.hostname,
+                "ended": [self.ended[0].value, self.ended[1]] if self.ended else None,
+                "suspension": None if suspension is None else suspension.to_facts(),
+                "stood_s": self.gate.stood_s,
+            }
+        )
 
     # use
 
@@ -204,23 +304,23 @@ class GatewaySandbox:
                 hint="get a new ticket: POST /v1/sandboxes/ID/access",
             )
 
+    @property
+    def idle_since(self) -> float | None:
+        """Unix seconds; None while something is open, or cannot be known."""
+        return self.activity.idle_since if self.gate.open else None
+
     async def agent(self) -> AgentClient:
-        """The living agent; waits a little for a gateway that has just started."""
-        if self._agent is None or not self._ready.is_set():
-            if self.ended is not None:
-                raise self.gone()
-            try:
-                async with asyncio.timeout(REATTACH_WAIT_S):
-                    await self._ready.wait()
-            except TimeoutError:
-                raise AgentFailure(
-                    f"cannot reach sandbox {self.id}",
-                    f"its agent did not answer for {REATTACH_WAIT_S:g} s",
-                    code="agent_unresponsive",
-                ) from None
+        """The living agent; waits for one that is suspended, and a little for a gateway that has just started."""
+        if not self.gate.open and self.ended is None:
+            await self.gate.wait()
         if self._agent is None:
             raise self.gone()
         return self._agent
+
+    async def awake(self) -> None:
+        """A call needs the sandbox to run: wait for the resume of one that is suspended."""
+        if self.gate.paused:
+            await self.gate.wait()
 
     # commands
 
@@ -240,11 +340,21 @@ class GatewaySandbox:
             return known[0], False
         told = _start_body(request)
         agent = await self.agent()
-        self.slots.take("commands")
+        self._starting += 1
+        try:
+            with self.activity.hold(brief=True):
+                return await self._start(request, ticket, agent, told, key=key, digest=digest)
+        finally:
+            self._starting -= 1
+
+    async def _start(
+        self, request: CommandStart, ticket: Ticket, agent: AgentClient, told: bytes, *, key: str | None, digest: str
+    ) -> tuple[RecordedCommand, bool]:
+        self._count_command()
         try:
             recorded = self._record(request, ticket, key=key, digest=digest)
         except BaseException:
-            self.slots.give("commands")
+            self._uncount_command()
             raise
         run = self._run(recorded, agent)
         try:
@@ -307,9 +417,10 @@ class GatewaySandbox:
             store=self.store,
             journal=self._journal,
             refusals=self._refusals,
-            on_told=lambda: self.slots.give("commands"),
+            on_told=self._uncount_command,
             on_saved=self._on_saved,
             journaled=recorded.record.intent in self._settled,
+            stood_s=lambda: self.gate.stood_s,
         )
         self.runs[recorded.id] = run
         return run
@@ -324,7 +435,7 @@ class GatewaySandbox:
         detail = {"code": error.code, "error": str(error)} if isinstance(error, CpuosError) else {"error": repr(error)}
         run.abandon(error)
         if self.runs.pop(run.id, None) is not None:
-            self.slots.give("commands")
+            self._uncount_command()
             self.store.discard(run.recorded)
         with suppress(CpuosError):
             self._journal.outcome(
@@ -349,6 +460,8 @@ class GatewaySandbox:
         return [run.id for run in marked]
 
     def look(self) -> None:
+        if self.gate.paused:
+            return
         for run in list(self.runs.values()):
             run.look()
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import structlog
 
-from cpuos.errors import CpuosError, InvalidRequest, NotFound
+from cpuos.errors import AgentFailure, CpuosError, InvalidRequest, NotFound
+from cpuos.gateway.activity import Wakes
 from cpuos.gateway.agent.answers import Hello
 from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.gateway.agent.sockets import Dialler
@@ -49,6 +50,7 @@ class Sandboxes:
         self._limits = limits
         self._spool_limits = spool_limits
         self._times = times
+        self.wakes = Wakes()
         self._sandboxes: dict[str, GatewaySandbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -61,7 +63,8 @@ class Sandboxes:
         for sandbox in found:
             sandbox.restore(sandbox.store.facts(), settled=settled)
             if sandbox.generation and sandbox.ended is None:
-                self._spawn(self._attach_again(sandbox))
+                if not sandbox.gate.paused:  # else the server has it attached once it is resumed
+                    self._spawn(self._attach_again(sandbox))
             elif sandbox.ended is not None and sandbox.store.running:
                 await sandbox.end(*sandbox.ended)
         self._spawn(self._watch())
@@ -93,6 +96,29 @@ class Sandboxes:
         sandbox = self._sandboxes.get(sandbox_id) or self._make(sandbox_id)
         return await sandbox.attach(generation, hostname=hostname, wait_s=wait_s, starting_s=starting_s)
 
+    async def suspend(
+        self, sandbox_id: str, freeze: str, *, if_idle_since: float | None, auto_resume: bool
+    ) -> dict[str, Any]:
+        """Where it cannot be known whether the sandbox stands still, it is attached again, which makes it go on."""
+        sandbox = self.get(sandbox_id)
+        try:
+            return await sandbox.suspend(freeze, if_idle_since=if_idle_since, auto_resume=auto_resume)
+        except AgentFailure:
+            self._spawn(self._attach_again(sandbox))
+            raise
+
+    def activity(self) -> dict[str, dict[str, Any]]:
+        """Of all that live."""
+        return {
+            sandbox.id: {
+                "busy": sandbox.activity.busy or not (sandbox.gate.open or sandbox.gate.paused),
+                "idle_since": sandbox.idle_since,
+                "suspended": sandbox.gate.suspension is not None,
+            }
+            for sandbox in self._sandboxes.values()
+            if sandbox.generation and sandbox.ended is None
+        }
+
     async def detach(self, sandbox_id: str, status: CommandStatus, reason: str) -> None:
         """Nothing there is fine."""
         sandbox = self._sandboxes.get(sandbox_id)
@@ -120,13 +146,14 @@ class Sandboxes:
             refusals=self._refusals,
             limits=self._limits,
             times=self._times,
+            wakes=self.wakes,
         )
         self._sandboxes[sandbox_id] = sandbox
         return sandbox
 
     async def _attach_again(self, sandbox: GatewaySandbox) -> None:
         delay = 0.05
-        while sandbox.ended is None:
+        while sandbox.ended is None and not sandbox.gate.paused and not sandbox.gate.open:
             try:
                 await sandbox.attach(sandbox.generation, hostname=sandbox.hostname, wait_s=5.0)
                 return

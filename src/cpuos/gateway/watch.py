@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from collections.abc import Callable
 
-from cpuos.errors import CpuosError, SandboxGone
+from cpuos.errors import CpuosError
 from cpuos.gateway.agent.answers import read_answer, refusal
 from cpuos.gateway.agent.client import AgentClient
 from cpuos.gateway.agent.connection import AgentConnection
@@ -63,8 +64,8 @@ class _Events:
         self.news.set()
 
 
-async def send_events(call: Call, agent: AgentClient, target: str, *, what: str) -> None:
-    """Stream events until the client leaves or the watch ends."""
+async def send_events(call: Call, agent: AgentClient, target: str, *, what: str, why: Callable[[], CpuosError]) -> None:
+    """Stream events until the client leaves or the watch ends; `why` tells of an end that the agent did not explain."""
     events = _Events(what)
     await agent.stream("GET", target, sink=events, what=what)
     gone = call.gone()
@@ -78,7 +79,7 @@ async def send_events(call: Call, agent: AgentClient, target: str, *, what: str)
                 events.held.clear()
                 await call.put(batch)
             elif events.ended:
-                error = events.error or SandboxGone("cannot watch on: the sandbox's agent ended the watch")
+                error = events.error or why()
                 await call.put(encode_frame(FrameKind.ERROR, json.dumps(error.body()).encode()), last=True)
                 return
             else:

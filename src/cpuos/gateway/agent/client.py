@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cpuos.errors import AgentFailure, CpuosError
-from cpuos.gateway.agent.answers import AgentCommands, Hello, read_answer, refusal
+from cpuos.errors import AgentFailure, Conflict, CpuosError
+from cpuos.gateway.agent.answers import AgentCommands, Continued, Frozen, Hello, read_answer, refusal
 from cpuos.gateway.agent.connection import AgentConnection, AgentTimes, FrameSink, open_connection
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
 from cpuos.gateway.agent.sockets import Dialled, Dialler, SocketStock, duplicate
@@ -38,6 +38,8 @@ REFUSED_LIMIT_S = 1.0
 UNKNOWN_POLL_S = 0.2
 NOT_THERE_YET = frozenset({"sandbox_not_found", "wrong_state", "node_unavailable"})
 """What a node says of a sandbox that it is about to make, or takes long to make; a busy one may say nothing in time."""
+FREEZE_ANSWER_S = 45.0
+"""5 s for the processes; a slow disk has much to write."""
 DELETE_QUIET_S = 0.5
 DELETE_BATCH = 32
 
@@ -356,6 +358,26 @@ class AgentClient:
     async def commands(self) -> AgentCommands:
         """What the agent still knows."""
         return read_answer(AgentCommands, await self.call("GET", "/v1/commands", what="cannot list the commands"))
+
+    # standing still
+
+    async def freeze(self, freeze: str) -> Frozen:
+        """Stop all processes. An agent that cannot, or does not know how, refuses as `freeze_failed`."""
+        what = f"cannot freeze sandbox {self._sandbox_id}"
+        body = json.dumps({"freeze": freeze}).encode()
+        try:
+            told = await self.call("POST", "/v1/freeze", what=what, body=body, limit_s=FREEZE_ANSWER_S)
+        except AgentFailure as error:
+            if error.details.get("agent_code") == "not_found":
+                raise Conflict(what, "its agent is of an earlier release", code="freeze_failed") from error
+            raise
+        return read_answer(Frozen, told)
+
+    async def thaw(self, freeze: str) -> Continued:
+        """Take a freeze back from which nothing came."""
+        body = json.dumps({"freeze": freeze}).encode()
+        what = f"cannot thaw sandbox {self._sandbox_id}"
+        return read_answer(Continued, await self.call("POST", "/v1/thaw", what=what, body=body))
 
     # connections
 

@@ -14,6 +14,7 @@ _TITLES = {
     "sandbox_not_found": "Sandbox not found",
     "sandbox_stopped": "Sandbox has ended",
     "sandbox_lost": "Sandbox has ended",
+    "sandbox_paused": "Sandbox is paused",
     "port_not_open": "Port is not open",
     "port_answer_invalid": "No valid answer",
     "key_missing": "This preview is private",

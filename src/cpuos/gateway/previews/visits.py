@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import h11
 import structlog
 
-from cpuos.errors import CpuosError, InvalidRequest, PlatformError, PortProblem
+from cpuos.errors import AgentFailure, CpuosError, InvalidRequest, PlatformError, PortProblem
 from cpuos.gateway.agent.streams import ByteStream
 from cpuos.gateway.previews.access import Admission, Asked, Doorkeeper, is_program
 from cpuos.gateway.previews.exchange import Exchange, feed
@@ -72,7 +72,7 @@ class Previews:
         assert task is not None
         self.admitted[task] = admission
         try:
-            with admission.sandbox.slots.hold("previews"):
+            with admission.sandbox.slots.hold("previews"), admission.sandbox.activity.hold():
                 if admission.ticket is None:
                     yield
                 else:
@@ -166,7 +166,7 @@ class Visit:
                     await self._answer(self._redirect(asked, admission))
                 else:
                     exchange = self._exchange(request, asked, admission)
-                    await self._pass_on(exchange, admission)
+                    await self._pass_on_awake(exchange, admission)
         except h11.RemoteProtocolError as error:
             if exchange is not None and exchange.begun:
                 return False
@@ -193,6 +193,16 @@ class Visit:
             prefix=asked.prefix,
         )
         return Exchange(request, asked, visitor=self._stream, http=self._http, told=told)
+
+    async def _pass_on_awake(self, exchange: Exchange, admission: Admission) -> None:
+        """To a sandbox that runs: one that is paused is waited for, and what a pause cuts says so."""
+        try:
+            await admission.sandbox.awake()
+            await self._pass_on(exchange, admission)
+        except (AgentFailure, PortProblem) as error:
+            if admission.sandbox.gate.paused and not exchange.begun:
+                raise admission.sandbox.gate.refusal() from error
+            raise
 
     async def _pass_on(self, exchange: Exchange, admission: Admission) -> None:
         """A kept connection may have met its server's end of it: then once more, by a new one."""
