@@ -120,7 +120,7 @@ class Network:
         self._watch = asyncio.create_task(self._watch_host(), name="cpuos-host-network")
 
     async def close(self) -> None:
-        """Let go. What sandboxes may and may not reach stays as it is, but for names: the forwarder ends."""
+        """Let go. What sandboxes may and may not reach stays as it is, but no name is resolved: the forwarder ends."""
         if self._watch is None:
             return  # not started
         self._watch.cancel()
@@ -181,6 +181,8 @@ class Network:
         slot = self._taken(sandbox_id)
         async with slot.lock:
             learned = await self.workers.change(sandbox_id, policy)
+            if learned is None:  # no forwarder now: the next one is given what the guest was told
+                learned = slot.told.all()
             await slot.apply(policy, learned=learned)
             cut = await slot.cut()
         await asyncio.to_thread(self._hub.end_flows, slot.plan, cut)
@@ -214,7 +216,8 @@ class Network:
             # An earlier daemon may have had other exceptions, or rules of another version.
             with contextlib.suppress(PlatformError, TypeError):
                 slot.counted_before = await slot.counters()
-            await slot.apply(policy, base=self._recipe().rules(slot.plan))
+            await asyncio.to_thread(slot.told.load)
+            await slot.apply(policy, learned=slot.told.all(), base=self._recipe().rules(slot.plan))
             await slot.cut()
         except BaseException:
             await asyncio.shield(slot.close())

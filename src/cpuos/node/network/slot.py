@@ -23,6 +23,7 @@ from cpuos.node.network.namespaces import (
 )
 from cpuos.node.network.netlink import RouteNetlink
 from cpuos.node.network.plan import GUEST_MAC, HUB_MAC, LAN, ROUTER_MAC, WAN, WAN_MAC, SlotPlan
+from cpuos.node.network.told import remove_names_file
 from cpuos.runtimes.base import GUEST_ADDRESS, ROUTER_ADDRESS
 
 __all__ = ["ROUTING_SYSCTLS", "arm_slot", "guest_name", "make_slot", "open_socket", "release_slot", "router_name"]
@@ -92,6 +93,7 @@ def release_slot(folder: Path) -> None:
     """Remove both names. The links go with the namespaces, as soon as sentry and sockets are gone."""
     release_namespace(guest_name(folder))
     release_namespace(router_name(folder))
+    remove_names_file(folder)
     with contextlib.suppress(FileNotFoundError):
         folder.rmdir()
 

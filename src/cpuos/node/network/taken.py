@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from ipaddress import IPv4Address
+from collections.abc import Collection
 from pathlib import Path
 
+from cpuos.errors import PlatformError
 from cpuos.node.network.conntrack import Flow
 from cpuos.node.network.judge import Judge
 from cpuos.node.network.plan import SlotPlan
 from cpuos.node.network.policy_rules import NamedAddress
 from cpuos.node.network.router import Counters, Router
 from cpuos.node.network.surroundings import Surroundings
+from cpuos.node.network.told import ToldNames
 from cpuos.types.network import EffectivePolicy
 
 __all__ = ["TakenSlot"]
-
-_MAX_ADDRESSES = 8192
-_MAX_NAMES = 64
 
 
 class TakenSlot:
@@ -38,25 +35,36 @@ class TakenSlot:
         """By worker: which of its processes has this slot."""
         self.counted_before: Counters | None = None
         """What the rules of an earlier daemon had counted, until the records worker has heard of it."""
+        self.told = ToldNames(folder)
         self._router = router
-        self._names: OrderedDict[IPv4Address, dict[str, None]] = OrderedDict()
 
     async def apply(self, policy: EffectivePolicy, *, learned: Collection[NamedAddress] = (), base: str = "") -> None:
         """`base`: base rules that must lie under it, where those of an earlier daemon may."""
-        self._remember(learned)
-        await asyncio.to_thread(self._router.apply, Judge(policy), learned=learned, base=base)
+        self.told.add(learned)
+
+        def work() -> None:
+            self._router.apply(Judge(policy), learned=learned, base=base)
+            self.told.save_all()
+
+        await asyncio.to_thread(work)
         self.policy = policy
 
     async def cut(self) -> list[Flow]:
         """Take out what is open and may not be any more."""
         assert self.policy is not None
-        names = dict(self._names)
-        return await asyncio.to_thread(self._router.cut, Judge(self.policy), lambda address: names.get(address, {}))
+        names = self.told.by_address()
+        return await asyncio.to_thread(self._router.cut, Judge(self.policy), lambda address: names.get(address, ()))
 
     async def learn(self, learned: Collection[NamedAddress]) -> None:
         async with self.lock:
-            self._remember(learned)
-            await asyncio.to_thread(self._router.learn, learned)
+            if self.is_closed:
+                raise PlatformError("cannot open an address for its name", "its slot is being taken away")
+            self.told.add(learned)
+            await asyncio.to_thread(self._learn, learned)
+
+    def _learn(self, learned: Collection[NamedAddress]) -> None:
+        self._router.learn(learned)
+        self.told.save(learned)
 
     async def set_surroundings(self, surroundings: Surroundings) -> None:
         async with self.lock:
@@ -71,13 +79,3 @@ class TakenSlot:
     async def close(self) -> None:
         """Let go of the namespace: its rules hold on without this daemon."""
         await asyncio.to_thread(self._router.close)
-
-    def _remember(self, learned: Iterable[NamedAddress]) -> None:
-        for entry in learned:
-            names = self._names.setdefault(entry.address, {})
-            self._names.move_to_end(entry.address)
-            names[entry.name] = None
-            if len(names) > _MAX_NAMES:
-                del names[next(iter(names))]
-        while len(self._names) > _MAX_ADDRESSES:
-            self._names.popitem(last=False)

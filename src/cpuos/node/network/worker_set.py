@@ -38,6 +38,7 @@ from cpuos.node.network.workers.messages import (
     Hub,
     Learn,
     Learned,
+    LearnedName,
     Open,
     PolicyChange,
     RouterCounts,
@@ -62,6 +63,7 @@ _DESCRIPTORS = {RECORDS: 8192, DNS: 8192, PEEK: 1 << 16}
 _SO_SNDBUFFORCE = 32  # asm-generic/socket.h
 _FEED_BYTES = 4 << 20
 """About 5,000 reports wait in a feed before one is lost."""
+_LETTERS_A_ROW, _MOST_LETTERS = 60, 500_000
 FIRST_START_S = 15.0
 """How long after a daemon's start new sandboxes wait for workers that are still being started."""
 
@@ -148,13 +150,13 @@ class WorkerSet:
         async with slot.lock:
             await self._open_in([worker for worker in self.workers.values() if worker.is_ready], sandbox_id, slot)
 
-    async def change(self, sandbox_id: str, policy: EffectivePolicy) -> list[NamedAddress]:
-        """Tell them of a new policy: first the forwarder. What it has answered that is still allowed."""
+    async def change(self, sandbox_id: str, policy: EffectivePolicy) -> list[NamedAddress] | None:
+        """Tell them of a new policy: first the forwarder. What it has told the guest; None where there is none now."""
         change = PolicyChange(sandbox=sandbox_id, policy=policy)
         answer = await self._tell(DNS, change, answer=Learned)
         await asyncio.gather(self._tell(PEEK, change), self._tell(RECORDS, change))
         if answer is None:
-            return []
+            return None
         return [NamedAddress(name=row.name, address=row.address, ttl_s=row.ttl_s) for row in answer.learned]
 
     async def shut(self, sandbox_id: str, slot: TakenSlot | None) -> None:
@@ -239,7 +241,9 @@ class WorkerSet:
             policy=slot.policy,
             exemptions=list(self._config.exemptions),
             slot_address=slot.plan.address,
+            learned=_told(slot),
         )
+        messages = {PEEK: message.model_copy(update={"learned": []})}
         names = [worker.name for worker in wanting]
         try:
             opened = await asyncio.to_thread(open_for_workers, names, router_name(slot.folder))
@@ -247,7 +251,12 @@ class WorkerSet:
             log.warning("slot not opened for workers", workers=names, sandbox=sandbox_id, why=str(problem))
             return
         try:
-            await asyncio.gather(*(self._hand_over(worker, slot, message, opened[worker.name]) for worker in wanting))
+            await asyncio.gather(
+                *(
+                    self._hand_over(worker, slot, messages.get(worker.name, message), opened[worker.name])
+                    for worker in wanting
+                )
+            )
         finally:
             close_all(opened)
 
@@ -315,6 +324,17 @@ class WorkerSet:
         if slot is None:
             raise NotFound(f"cannot find the slot of sandbox {sandbox_id}", code="sandbox_not_found")
         return slot
+
+
+def _told(slot: TakenSlot) -> list[LearnedName]:
+    """The newest of what its guest was told, as much as goes into one message beside the largest policy."""
+    rows, letters = [], 0
+    for entry in reversed(slot.told.all()):
+        letters += len(entry.name) + _LETTERS_A_ROW
+        if letters > _MOST_LETTERS:
+            break
+        rows.append(LearnedName(name=entry.name, address=entry.address, ttl_s=entry.ttl_s))
+    return rows[::-1]
 
 
 def _counts(sandbox_id: str, counters: Counters, *, is_beginning: bool = False) -> RouterCounts:

@@ -49,6 +49,12 @@ class LearnedAddresses:
         while len(self._until) > self._most:
             del self._until[next(iter(self._until))]
 
+    def restore(self, name: str, address: ipaddress.IPv4Address, *, seconds_left: int) -> None:
+        """As it was known to an earlier one."""
+        self._until[name, address] = self._clock() + seconds_left
+        while len(self._until) > self._most:
+            del self._until[next(iter(self._until))]
+
     def all(self) -> Iterator[tuple[str, ipaddress.IPv4Address, int]]:
         """(name, address, seconds left) of all that are known; a connection may be older than what it was opened by."""
         now = self._clock()

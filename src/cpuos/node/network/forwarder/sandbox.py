@@ -146,6 +146,11 @@ class SandboxForwarder:
         self._cache.clear()
         return list(self._learned.all())
 
+    def take_over(self, told: Iterable[tuple[str, Address, int]]) -> None:
+        """What an earlier forwarder told the guest; the rules have it already."""
+        for name, address, seconds in told:
+            self._learned.restore(name, address, seconds_left=seconds)
+
     def forget_answers(self) -> None:
         """The blocks have changed."""
         self._cache.clear()

@@ -117,6 +117,11 @@ class Book:
             self._by_address.pop(known.address, None)
         self._late[sandbox] = _Late(now + LATE_S, known.address, known.flows)
 
+    def learn(self, sandbox: str, name: str, address: IPv4Address) -> None:
+        """What its guest was told, before this process began."""
+        if sandbox in self._sandboxes:
+            self._learn(self._sandboxes[sandbox], name, address)
+
     # what comes in
 
     def log_packet(self, sandbox: str, packet: LoggedPacket, *, now: float) -> None:

@@ -93,6 +93,7 @@ class DnsWorker:
             streams.close()
             raise Breach("a UDP socket and a listening TCP socket are needed")
         forwarder = SandboxForwarder(message.sandbox, message.policy, world=world, exemptions=message.exemptions)
+        forwarder.take_over((row.name, row.address, row.ttl_s) for row in message.learned)
         self._served[message.sandbox] = _Served(
             forwarder=forwarder,
             datagrams=DatagramListener(datagrams, forwarder),

@@ -72,6 +72,12 @@ class Host(Message):
     reach: list[ipaddress.IPv4Network] = Field(default=list(EVERYWHERE))
 
 
+class LearnedName(Message):
+    name: Name
+    address: ipaddress.IPv4Address
+    ttl_s: Seconds
+
+
 class Open(Message):
     """Serve a sandbox; one that is served already is opened anew with these descriptors."""
 
@@ -82,6 +88,8 @@ class Open(Message):
     """dns answers their names itself."""
     slot_address: ipaddress.IPv4Address | None = None
     """records: the source address of its flows in the hub."""
+    learned: list[LearnedName] = Field(default_factory=list, max_length=4096)
+    """dns and records: what an earlier forwarder told the guest, oldest first."""
 
 
 class PolicyChange(Message):
@@ -124,12 +132,6 @@ class Hub(Message):
 
 
 class LearnedAddress(Message):
-    address: ipaddress.IPv4Address
-    ttl_s: Seconds
-
-
-class LearnedName(Message):
-    name: Name
     address: ipaddress.IPv4Address
     ttl_s: Seconds
 

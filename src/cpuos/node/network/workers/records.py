@@ -118,6 +118,8 @@ class RecordsWorker:
             self._read_log(message.sandbox, earlier, _A_DRAIN)
             self._forget(earlier.socket)
         book.open(message.sandbox, message.policy, exemptions=message.exemptions, address=message.slot_address)
+        for row in message.learned:
+            book.learn(message.sandbox, row.name, row.address)
         self._logs[message.sandbox] = log
         self._readers.add(log.socket, lambda: self._read_log(message.sandbox, log, _A_TURN))
 
