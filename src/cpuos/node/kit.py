@@ -19,6 +19,8 @@ __all__ = ["Kit"]
 
 log = structlog.get_logger("cpuos.node")
 
+ENDED_UNSEEN = "its process ended while the node daemon was down"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kit:
@@ -48,13 +50,13 @@ class Kit:
         runtime = self.runtimes.find(record.request.runtime)
         return self.assembly.end_steps(record.id, runtimes=[runtime] if runtime is not None else [])
 
-    async def adopt(self, record: Record, runtime: Runtime) -> bool:
-        """Take over slot and watch of a sandbox that runs; False when it does not."""
+    async def adopt(self, record: Record, runtime: Runtime) -> str:
+        """Take over slot and watch of a sandbox that runs. Empty when that is done, else why it cannot be."""
         if record.process is None:
-            return False
+            return ENDED_UNSEEN
         try:
             await self.assembly.slots.readopt(record.id, record.policy)
         except PlatformError as error:
             log.error("network slot not found again", sandbox=record.id, why=error.why)
-            return False
-        return await runtime.adopt(self.spec_of(record), record.process)
+            return f"its network slot could not be taken up again: {error.why}"
+        return "" if await runtime.adopt(self.spec_of(record), record.process) else ENDED_UNSEEN

@@ -113,8 +113,7 @@ class Lives:
             except Exception:
                 log.exception("watch failed", sandbox=record.id)
                 await asyncio.sleep(WATCH_RETRY_S)
-                if not await self._kit.adopt(record, runtime):
-                    reason = "its process is gone"
+                if reason := await self._kit.adopt(record, runtime):
                     break
         async with self._ledger.lock(record.id):
             current = self._ledger.find(record.id)

@@ -23,7 +23,6 @@ log = structlog.get_logger("cpuos.node")
 SWEEP_S = 5.0
 # How long a deleted sandbox's mark refuses late repeats of its create: far over every time limit of a call.
 GONE_KEPT = timedelta(hours=1)
-_ENDED = "its process ended while the node daemon was down"
 _IN_BETWEEN = (Stage.SAVING, Stage.PAUSING, Stage.RESUMING)
 
 
@@ -104,11 +103,11 @@ class Upkeep:
     async def _do(self, decision: Recovery, record: Record, *, has_image: bool) -> None:
         runtime = self._kit.runtimes.find(record.request.runtime)
         if decision is Recovery.ADOPT:
-            if runtime is not None and await self._kit.adopt(record, runtime):
-                self._lives.begin(record, runtime)
+            if not (lacking := await self._adopt(record, runtime)):
+                self._lives.begin(record, self._kit.runtime_of(record))
             else:
                 record = record.becomes(record.stage, unsettled=record.unsettled and has_image)
-                await self._lives.end_or_park(record, reason=_ENDED)
+                await self._lives.end_or_park(record, reason=lacking)
         elif decision is Recovery.REVERT:
             await self._revert(record, runtime, has_image=has_image)
         elif decision is Recovery.PARK:
@@ -126,16 +125,19 @@ class Upkeep:
         """What was begun for a snapshot or pause is not finished: the sandbox runs on, if it still does."""
         images, pausing = self._kit.assembly.images, record.stage is Stage.PAUSING
         await self._kit.assembly.disks.thaw(record.id)
-        if runtime is not None and await self._kit.adopt(record, runtime):
+        if not (lacking := await self._adopt(record, runtime)):
             if pausing:
                 await asyncio.to_thread(images.discard, pause_name(record.id))
             record = record.becomes(Stage.RUNNING)
             await self._ledger.keep(record)
-            self._lives.begin(record, runtime)
+            self._lives.begin(record, self._kit.runtime_of(record))
         elif pausing and has_image:
             await self._lives.park(record)
         else:
-            await self._lives.end(record, reason=_ENDED)
+            await self._lives.end(record, reason=lacking)
+
+    async def _adopt(self, record: Record, runtime: Runtime | None) -> str:
+        return await self._kit.adopt(record, runtime) if runtime is not None else "its runtime is not there any more"
 
     async def _remove_orphans(self) -> None:
         """What is on the host under this instance's names and no record owns."""

@@ -82,4 +82,5 @@ async def test_a_sandbox_without_its_slot_is_ended(settings, asking):
     async with fake_node(settings) as node:
         facts = await node.client.get(A)
         assert not facts.alive
+        assert facts.exit_reason.startswith("its network slot could not be taken up again: ")
         await node.client.delete(A, generation=1)
