@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,10 +30,10 @@ def points(verb: str, steps: list[str]) -> list[str]:
     return [f"{verb}.{step}.{side}" for step in steps for side in ("before", "after")]
 
 
-PAUSE = points("pause", ["record", "begin", "memory", "sync", "commit", "paused"])
+PAUSE = points("pause", ["record", "begin", "memory", "root", "sync", "commit", "paused"])
 PARK = points("park", ["destroy", "slot", "disk"])
 RESUME = points("resume", ["record", "disk", "slot", "start", "check", "running"])
-SNAPSHOT = points("snapshot", ["record", "begin", "memory", "disk", "commit", "running"])
+SNAPSHOT = points("snapshot", ["record", "begin", "memory", "root", "disk", "commit", "running"])
 CREATE = points("create", ["record", "workdir", "disk", "slot", "start", "check", "running"])
 
 
@@ -291,25 +292,56 @@ async def test_a_create_from_a_snapshot_that_stops_anywhere(
     assert await clone.guest.run("cat /workspace/w") == "w\n"
 
 
-async def test_a_flipped_bit_is_found(node: Node, client: LocalNodeClient) -> None:
+async def test_a_flipped_bit_is_found_and_the_files_come_back(node: Node, client: LocalNodeClient) -> None:
     box = await begin(node, client)
+    await box.guest.run("echo w > /workspace/w; echo e > /etc/e; rm /etc/issue")
+    await box.guest.start("counter000000000", COUNTER)
+    await box.freeze()
+    await box.snapshot()
+    await box.guest.identify()
+    await box.freeze()
+    await box.pause()
+    store = node.settings.node_state_dir / "snapshots"
+    for name in (S, f"pause-{A}"):
+        await _hashed(store / name)
+        _flip(store / name / "memory" / "pages.img")
+    with pytest.raises(PlatformError) as caught:
+        await client.create(node.next("b", snapshot=S))
+    assert caught.value.code == "snapshot_damaged"
+    assert "pages.img" in caught.value.why
+    facts = await box.resume()
+    assert facts.restored == "root"
+    await box.guest.identify()
+    await box.settle()
+    assert (await box.guest.run("cat /workspace/w /etc/e; ls /etc/issue; pgrep -c sleep")).split()[:2] == ["w", "e"]
+    await box.freeze()
+    await box.pause()
+    assert (await box.resume()).restored == "memory"
+    await box.guest.identify()
+    cold = await begin(node, client, node.next("b", snapshot=S, warm=False))
+    assert (await client.get(cold.id)).restored == "root"
+    said = await cold.guest.run("cat /workspace/w /etc/e; ls /etc/issue")
+    assert said.split()[:2] == ["w", "e"]
+    assert "No such file" in said
+
+
+async def test_both_damaged_is_an_error_and_it_stays_paused(node: Node, client: LocalNodeClient) -> None:
+    box = await begin(node, client)
+    await box.guest.run("head -c 1M /dev/urandom > /opt/f")
     await box.freeze()
     await box.pause()
     image = node.settings.node_state_dir / "snapshots" / f"pause-{A}"
-    deadline = time.monotonic() + 10
-    while not (image / "digests.json").exists():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-    pages = image / "memory" / "pages.img"
-    _flip(pages, pages.stat().st_size // 2)
+    await _hashed(image)
+    for part in ("memory", "root"):
+        _flip(image / part / "pages.img")
     with pytest.raises(PlatformError) as caught:
         await box.resume()
     assert caught.value.code == "snapshot_damaged"
-    assert "pages.img" in caught.value.why
     assert (await client.get(A)).paused
     assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record"}
-    _flip(pages, pages.stat().st_size // 2)
-    await box.resume()
+    for part in ("memory", "root"):
+        _flip(image / part / "pages.img")
+    assert (await box.resume()).restored == "memory"
     await box.guest.identify()
 
 
@@ -337,7 +369,15 @@ async def test_a_foreign_or_older_image_is_refused(node: Node, client: LocalNode
     shutil.rmtree(folder)
 
 
-def _flip(path, offset: int) -> None:
+async def _hashed(image: Path) -> None:
+    deadline = time.monotonic() + 10
+    while not (image / "digests.json").exists():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def _flip(path: Path) -> None:
+    offset = path.stat().st_size // 2
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)

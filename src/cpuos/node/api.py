@@ -96,7 +96,7 @@ async def _pause_sandbox(call: _Call) -> BaseModel:
 
 async def _resume_sandbox(call: _Call) -> BaseModel:
     asked = _parse(NodeResume, await _read_body(call.request))
-    return await call.service.resume(call.sandbox_id, generation=asked.generation, network=asked.network)
+    return await call.service.resume(call.sandbox_id, asked)
 
 
 async def _settle_sandbox(call: _Call) -> None:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from cpuos.errors import CapacityExceeded, PlatformError
 from cpuos.node.images import ImageStore, pause_name
 from cpuos.node.journal import Record
 from cpuos.node.resources import Disks, Slots
@@ -19,10 +20,14 @@ from cpuos.runtimes.base import Process, Runtime, SandboxSpec
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
-__all__ = ["AGENT", "DISK", "Assembly"]
+__all__ = ["AGENT", "DISK", "MEMORY", "ROOT", "Assembly", "RestoreFailed"]
 
 # Names in the folder of an image; a sandbox's work folder has an agent of its own too.
-AGENT, DISK = "agent", "disk.img"
+AGENT, DISK, MEMORY, ROOT = "agent", "disk.img", "memory", "root"
+
+
+class RestoreFailed(PlatformError):
+    """The runtime could not take up what was saved; all else was there."""
 
 
 class Assembly:
@@ -117,11 +122,18 @@ class Assembly:
         *,
         started: Callable[[Process], Awaitable[None]],
         memory: Path | None = None,
+        root: Path | None = None,
     ) -> Step:
-        """The process, begun or taken up from `memory`, which needs all other parts; `started` hears of it at once."""
+        """The process, which needs all other parts: begun anew, begun with a saved root, or taken up from `memory`.
+        `started` hears of it at once."""
 
         async def start() -> None:
-            await started(await (runtime.start(spec) if memory is None else runtime.restore(spec, image=memory)))
+            if memory is not None:
+                await started(await _restore(runtime, spec, memory))
+            elif root is not None:
+                await started(await runtime.start(spec, root=root))
+            else:
+                await started(await runtime.start(spec))
 
         return Step(name="start", do=start, undo=lambda: runtime.destroy(spec.id))
 
@@ -167,6 +179,15 @@ class Assembly:
     async def _clear_workdir(self, sandbox_id: str) -> None:
         # rmtree walks by directory handles and follows no link.
         await asyncio.to_thread(shutil.rmtree, self._workdirs / sandbox_id, onerror=_missing_is_fine)
+
+
+async def _restore(runtime: Runtime, spec: SandboxSpec, memory: Path) -> Process:
+    try:
+        return await runtime.restore(spec, image=memory)
+    except CapacityExceeded:
+        raise
+    except PlatformError as error:
+        raise RestoreFailed(error.what, error.why, code=error.code, hint=error.hint) from error
 
 
 def _link_agent(agent: Path, *, to: Path) -> None:

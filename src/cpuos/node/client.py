@@ -76,9 +76,12 @@ class NodeClient(Protocol):
         on, frozen, and the next dial's statement thaws it."""
         ...
 
-    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
-        """Returns when its processes are there again, frozen: the next dial's statement thaws them. Idempotent. The
-        image is kept until `settle`; after a failure the sandbox is paused as before."""
+    async def resume(
+        self, sandbox_id: str, *, generation: int, network: EffectivePolicy, memory: bool = True
+    ) -> SandboxFacts:
+        """Returns when its processes are there again, frozen: the next dial's statement thaws them; the facts
+        say so where only its files came back. Idempotent. The image is kept until `settle`; after a failure the sandbox
+        is paused as before."""
         ...
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
@@ -153,8 +156,10 @@ class LocalNodeClient:
         body = NodePause(generation=generation, freeze=freeze)
         return SandboxFacts.model_validate(await self._act(sandbox_id, "pause", body))
 
-    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
-        body = NodeResume(generation=generation, network=network)
+    async def resume(
+        self, sandbox_id: str, *, generation: int, network: EffectivePolicy, memory: bool = True
+    ) -> SandboxFacts:
+        body = NodeResume(generation=generation, network=network, memory=memory)
         return SandboxFacts.model_validate(await self._act(sandbox_id, "resume", body))
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from cpuos.errors import CapacityExceeded, Conflict, InvalidRequest
+from cpuos.node.assembly import MEMORY, ROOT
 from cpuos.node.images import Manifest
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
@@ -36,8 +37,15 @@ class _Plan:
     """The snapshot that it begins with."""
 
     @property
-    def warm(self) -> bool:
-        return self.saved is not None and self.saved.memory and self.record.request.warm
+    def restored(self) -> Restored:
+        """What it begins with, for what was saved of another build of the template only its /workspace fits."""
+        if self.saved is None:
+            return Restored.NOTHING
+        if self.saved.memory and self.record.request.warm:
+            return Restored.MEMORY
+        same = self.saved.template_digest == self.record.template_digest
+        can = Capability.FILESYSTEM_CHECKPOINT in self.runtime.capabilities
+        return Restored.ROOT if self.saved.root and same and can else Restored.WORKSPACE
 
 
 class Creating:
@@ -203,19 +211,22 @@ class Creating:
         spec = self._kit.spec_of(record)
         image = assembly.images.path(plan.saved.name) if plan.saved is not None else None
         parts = assembly.part_steps(spec, network=record.policy, image=image)
-        memory = image / "memory" if image is not None and plan.warm else None
-        start = assembly.start_step(spec, plan.runtime, started=started, memory=memory)
+        memory = image / MEMORY if image is not None and plan.restored is Restored.MEMORY else None
+        root = image / ROOT if image is not None and plan.restored is Restored.ROOT else None
+        start = assembly.start_step(spec, plan.runtime, started=started, memory=memory, root=root)
         return [
             Together(steps=[recorded, *parts]),
-            start if memory is None else Together(steps=[start, self._check_step(plan)]),
+            Together(steps=[start, *self._check_steps(plan)]),
             Step(name="running", do=lambda: self._ledger.keep(record, sync=False)),
         ]
 
-    def _check_step(self, plan: _Plan) -> Step:
-        """The guest is frozen until all has been found as it was saved: both can be done at once."""
-        assert plan.saved is not None
+    def _check_steps(self, plan: _Plan) -> list[Step]:
+        """Nobody reaches the guest until all has been found as it was saved: both can be done at once."""
+        folders = {Restored.MEMORY: [MEMORY], Restored.ROOT: [ROOT]}.get(plan.restored)
+        if plan.saved is None or folders is None:
+            return []
         name, images = plan.saved.name, self._kit.assembly.images
-        return Step(name="check", do=lambda: asyncio.to_thread(images.check, name))
+        return [Step(name="check", do=lambda: asyncio.to_thread(images.check, name, folders=folders))]
 
     async def _in_steps(self, record: Record, steps: list[Step | Together]) -> None:
         try:
@@ -230,11 +241,9 @@ class Creating:
 
 def _taken_up(plan: _Plan) -> dict[str, object]:
     """What the record says of where it came from."""
-    saved = plan.saved
-    if saved is None:
+    if plan.saved is None:
         return {}
-    if plan.warm:
-        said = {"incarnation": 1, "thaw": saved.freeze, "thaw_from": saved.sandbox, "restored": Restored.MEMORY}
-    else:
-        said = {"restored": Restored.WORKSPACE}
-    return said | {"restored_at": saved.created_at}
+    said: dict[str, object] = {"restored": plan.restored, "restored_at": plan.saved.created_at}
+    if plan.restored is Restored.MEMORY:
+        said |= {"incarnation": 1, "thaw": plan.saved.freeze, "thaw_from": plan.saved.sandbox}
+    return said

@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -164,7 +164,7 @@ class ImageStore:
         folder = self.path(name)
         try:
             if not (folder / "digests.json").exists():
-                text = json.dumps({"name": name, "files": self._digests(name)}).encode()
+                text = json.dumps({"name": name, "files": self._digests(name, _HASHED)}).encode()
                 whole = json.dumps({"text": text.decode(), "mac": self._sign(b"digests", text)})
                 draft = folder / "digests.part"
                 draft.write_text(whole)
@@ -172,8 +172,8 @@ class ImageStore:
         except (FileNotFoundError, NotFound):
             return
 
-    def check(self, name: str) -> None:
-        """All files of memory and root are as they were saved, where the digests are there already."""
+    def check(self, name: str, *, folders: list[str]) -> None:
+        """All files in these, of memory and root, are as they were saved, where the digests are there already."""
         folder = self.path(name)
         try:
             whole = json.loads((folder / "digests.json").read_bytes())
@@ -187,9 +187,10 @@ class ImageStore:
         known = json.loads(text)
         if known["name"] != name:
             raise _damaged(name, f"its digests are those of {known['name']}")
-        found = self._digests(name)
-        for file in sorted(known["files"].keys() | found.keys()):
-            if known["files"].get(file) != found.get(file):
+        found = self._digests(name, folders)
+        saved = {file: digest for file, digest in known["files"].items() if file.split("/")[0] in folders}
+        for file in sorted(saved.keys() | found.keys()):
+            if saved.get(file) != found.get(file):
                 raise _damaged(name, f"{file} is not as it was saved")
 
     def remove(self, name: str) -> None:
@@ -238,14 +239,10 @@ class ImageStore:
                 f"cannot delete snapshot: {name}", "a sandbox is being created from it", code="snapshot_in_use"
             )
 
-    def _digests(self, name: str) -> dict[str, str]:
-        folder = self.path(name)
-        found = {}
-        for path in _files(folder):
-            file = str(path.relative_to(folder))
-            if file.split("/")[0] in _HASHED:
-                found[file] = _sha256(path)
-        return found
+    def _digests(self, name: str, folders: Sequence[str]) -> dict[str, str]:
+        image = self.path(name)
+        files = [path for folder in folders for path in _files(image / folder)]
+        return {str(path.relative_to(image)): _sha256(path) for path in files}
 
     def _sign(self, domain: bytes, text: bytes) -> str:
         return hmac.new(self._key, b"cpuos-image-" + domain + b"-v1\n" + text, hashlib.sha256).hexdigest()

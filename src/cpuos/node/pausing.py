@@ -8,20 +8,22 @@ import secrets
 
 import structlog
 
-from cpuos.errors import CapacityExceeded, Conflict, PlatformError
+from cpuos.errors import CapacityExceeded, Conflict, CpuosError, PlatformError
+from cpuos.node.assembly import MEMORY, ROOT, RestoreFailed
 from cpuos.node.images import Manifest, pause_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
 from cpuos.node.lives import Lives
 from cpuos.node.refusals import could_not, incompatible
-from cpuos.node.saving import manifest_of, memory_steps, needs
+from cpuos.node.saving import manifest_of, needs, save_steps
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
 from cpuos.runtimes.base import Process
-from cpuos.types.network import EffectivePolicy
-from cpuos.types.node import Restored, SandboxFacts
+from cpuos.types.node import NodeResume, Restored, SandboxFacts
 
 __all__ = ["Pausing"]
+
+_NO_THAW = {"thaw": "", "thaw_from": ""}
 
 log = structlog.get_logger("cpuos.node")
 
@@ -45,10 +47,11 @@ class Pausing:
         self._ledger.spawn(asyncio.to_thread(self._kit.assembly.images.hash, pause_name(sandbox_id)))
         return facts
 
-    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
-        """Its processes are there again, frozen. After a failure it is paused as before."""
+    async def resume(self, sandbox_id: str, request: NodeResume) -> SandboxFacts:
+        """Its processes are there again, frozen; where they cannot be taken up, or are not asked for, its files alone.
+        After a failure it is paused as before."""
         async with self._ledger.lock(sandbox_id):
-            record = self._ledger.held(sandbox_id, generation=generation)
+            record = self._ledger.held(sandbox_id, generation=request.generation)
             if record.stage is Stage.RUNNING:
                 return facts_of(record)
             if record.stage is not Stage.PAUSED:
@@ -56,9 +59,21 @@ class Pausing:
             if not record.parked:  # what the pause did not come to
                 await self._lives.park(record, reason=record.pause_reason)
             self._check_room(sandbox_id)
-            saved = await self._read(record)
-            newer = network if network.version >= record.policy.version else record.policy
-            return await self._take_up(record.becomes(Stage.PAUSED, network=newer), saved)
+            saved = await self._read(record, memory=request.memory)
+            newer = request.network if request.network.version >= record.policy.version else record.policy
+            record = record.becomes(Stage.PAUSED, network=newer)
+            if not request.memory:
+                return await self._take_up(record, saved, restored=Restored.ROOT)
+            try:
+                return await self._take_up(record, saved, restored=Restored.MEMORY)
+            except CpuosError as error:
+                if not saved.root or not (isinstance(error, RestoreFailed) or error.code == "snapshot_damaged"):
+                    raise
+                log.error("processes not taken up, files are", sandbox=sandbox_id, why=error.why)
+                current = self._ledger.held(sandbox_id, generation=request.generation)
+                if not current.parked:
+                    raise
+                return await self._take_up(current, saved, restored=Restored.ROOT)
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
         """It answers: the image is not needed any more."""
@@ -101,7 +116,7 @@ class Pausing:
                 do=lambda: self._ledger.keep(frozen),
                 undo=lambda: self._ledger.keep(frozen.becomes(Stage.RUNNING)),
             ),
-            *memory_steps(self._kit, frozen, runtime=runtime, name=name),
+            *save_steps(self._kit, frozen, runtime=runtime, name=name, memory=True),
             Step(name="sync", do=lambda: self._kit.assembly.disks.sync(record.id)),
             Step(name="commit", do=lambda: asyncio.to_thread(images.commit, manifest)),
             Step(name="paused", do=lambda: self._ledger.keep(paused)),
@@ -122,19 +137,25 @@ class Pausing:
                 details={"limit": "max_sandboxes", "value": limit},
             )
 
-    async def _read(self, record: Record) -> Manifest:
+    async def _read(self, record: Record, *, memory: bool) -> Manifest:
         """The image's manifest, once it is proved to be good and to fit."""
         saved = await asyncio.to_thread(self._kit.assembly.images.read, pause_name(record.id))
         what = f"cannot resume sandbox: {record.id}"
-        if (saved.sandbox, saved.generation, saved.freeze) != (record.id, record.generation, record.thaw):
-            raise PlatformError(what, "its image is that of another pause", code="snapshot_damaged")
+        if (saved.sandbox, saved.generation) != (record.id, record.generation):
+            raise PlatformError(what, "its image is that of another one", code="snapshot_damaged")
         template = self._kit.templates.get(record.request.template)
-        incompatible(what, saved, template=template, runtime=self._kit.runtime_of(record))
+        runtime = self._kit.runtime_of(record)
+        if memory:
+            incompatible(what, saved, template=template, runtime=runtime)
+        elif not saved.root or saved.template_digest != template.digest:
+            raise Conflict(what, "its files were not saved apart from its processes", code="snapshot_incompatible")
         return saved
 
-    async def _take_up(self, paused: Record, saved: Manifest) -> SandboxFacts:
+    async def _take_up(self, paused: Record, saved: Manifest, *, restored: Restored) -> SandboxFacts:
         images, name, now = self._kit.assembly.images, pause_name(paused.id), self._ledger.clock()
         runtime = self._kit.runtime_of(paused)
+        # Processes that begin anew are not frozen.
+        thaw = {"thaw": saved.freeze, "thaw_from": saved.sandbox} if restored is Restored.MEMORY else _NO_THAW
         record = paused.becomes(
             Stage.RESUMING,
             boot_id=self._kit.boot_id,
@@ -143,9 +164,10 @@ class Pausing:
             parked=False,
             unsettled=True,
             pause_reason="",
-            restored=Restored.MEMORY,
+            restored=restored,
             restored_at=saved.created_at,
             changed_at=now,
+            **thaw,
         )
 
         async def started(process: Process) -> None:
@@ -154,15 +176,16 @@ class Pausing:
 
         # The incarnation stays counted: a number once given is never given to another key.
         back = paused.becomes(Stage.PAUSED, incarnation=record.incarnation)
-        memory = images.path(name) / "memory"
+        folder = MEMORY if restored is Restored.MEMORY else ROOT
+        begin = {folder: images.path(name) / folder}
         steps: list[Step | Together] = [
             Step(name="record", do=lambda: self._ledger.keep(record), undo=lambda: self._ledger.keep(back)),
             Together(steps=self._kit.assembly.unpark_steps(record.id, network=record.policy)),
             Together(
                 steps=[
-                    self._kit.assembly.start_step(self._kit.spec_of(record), runtime, started=started, memory=memory),
+                    self._kit.assembly.start_step(self._kit.spec_of(record), runtime, started=started, **begin),
                     # The guest is frozen until this too has ended.
-                    Step(name="check", do=lambda: asyncio.to_thread(images.check, name)),
+                    Step(name="check", do=lambda: asyncio.to_thread(images.check, name, folders=[folder])),
                 ]
             ),
             Step(name="running", do=lambda: self._ledger.keep(record)),

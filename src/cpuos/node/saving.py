@@ -6,14 +6,14 @@ import asyncio
 from datetime import datetime
 
 from cpuos.errors import Conflict
-from cpuos.node.assembly import AGENT
+from cpuos.node.assembly import AGENT, MEMORY, ROOT
 from cpuos.node.images import Manifest
 from cpuos.node.journal import Record
 from cpuos.node.kit import Kit
 from cpuos.node.steps import Step
 from cpuos.runtimes.base import Capability, Runtime
 
-__all__ = ["manifest_of", "memory_steps", "needs"]
+__all__ = ["manifest_of", "needs", "save_steps"]
 
 
 def needs(runtime: Runtime, verb: str, sandbox_id: str, capability: Capability = Capability.PAUSE) -> None:
@@ -43,21 +43,29 @@ def manifest_of(record: Record, *, name: str, runtime: Runtime, now: datetime, f
     )
 
 
-def memory_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str) -> list[Step]:
-    """Begin the image of this name, then save memory and processes. The sandbox runs on."""
+def save_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str, memory: bool) -> list[Step]:
+    """Begin the image of this name; save processes where they are asked for, and files where the runtime can save them
+    apart: those are taken where processes cannot be. The sandbox runs on."""
     images = kit.assembly.images
 
     def begin() -> None:
         kit.assembly.keep_agent(record.id, to=images.begin(name) / AGENT)
 
-    async def save() -> None:
-        await runtime.checkpoint(record.id, image=images.part(name) / "memory")
+    async def save_memory() -> None:
+        await runtime.checkpoint(record.id, image=images.part(name) / MEMORY)
 
-    return [
+    async def save_root() -> None:
+        await runtime.save_root(record.id, image=images.part(name) / ROOT)
+
+    steps = [
         Step(
             name="begin",
             do=lambda: asyncio.to_thread(begin),
             undo=lambda: asyncio.to_thread(images.discard, name),
-        ),
-        Step(name="memory", do=save),
+        )
     ]
+    if memory:
+        steps.append(Step(name="memory", do=save_memory))
+    if Capability.FILESYSTEM_CHECKPOINT in runtime.capabilities:
+        steps.append(Step(name="root", do=save_root))
+    return steps

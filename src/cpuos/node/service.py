@@ -25,6 +25,7 @@ from cpuos.node.upkeep import Upkeep
 from cpuos.runtimes.base import GuestLink
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
+    NodeResume,
     NodeSandboxCreate,
     NodeSnapshotCreate,
     SandboxFacts,
@@ -119,8 +120,8 @@ class NodeService:
     async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
         return await self.ledger.whole(self._pausing.pause(sandbox_id, generation=generation, freeze=freeze))
 
-    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
-        return await self.ledger.whole(self._pausing.resume(sandbox_id, generation=generation, network=network))
+    async def resume(self, sandbox_id: str, request: NodeResume) -> SandboxFacts:
+        return await self.ledger.whole(self._pausing.resume(sandbox_id, request))
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
         await self.ledger.whole(self._pausing.settle(sandbox_id, generation=generation))

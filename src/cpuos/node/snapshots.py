@@ -8,12 +8,12 @@ import secrets
 import structlog
 
 from cpuos.errors import Conflict, InvalidRequest
-from cpuos.node.assembly import AGENT, DISK
+from cpuos.node.assembly import AGENT, DISK, MEMORY, ROOT
 from cpuos.node.images import Manifest, pause_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.refusals import could_not
-from cpuos.node.saving import manifest_of, memory_steps, needs
+from cpuos.node.saving import manifest_of, needs, save_steps
 from cpuos.node.steps import Step, UndoFailed, run_steps
 from cpuos.types.node import NodeSnapshotCreate, SnapshotFacts
 
@@ -91,10 +91,9 @@ class Snapshots:
             now=self._ledger.clock(),
             freeze=request.freeze if request.memory else "",
         )
-        begin = memory_steps(self._kit, record, runtime=runtime, name=request.snapshot)
         steps = [
             Step(name="record", do=lambda: self._ledger.keep(saving), undo=go_on),
-            *(begin if request.memory else begin[:1]),
+            *save_steps(self._kit, record, runtime=runtime, name=request.snapshot, memory=request.memory),
             # After the memory: what that knows to be written is on the disk.
             self._disk_step(record, request.snapshot),
             Step(name="commit", do=lambda: asyncio.to_thread(self._images.commit, manifest)),
@@ -112,7 +111,7 @@ class Snapshots:
         manifest = saved.model_copy(
             update={"name": request.snapshot, "freeze": saved.freeze if memory else "", "files": {}}
         )
-        folders = [AGENT, "root", *(["memory"] if memory else [])]
+        folders = [AGENT, ROOT, *([MEMORY] if memory else [])]
         steps = [
             Step(
                 name="begin",

@@ -101,9 +101,10 @@ class Runtime(Protocol):
         """Boot something, wait for its word with a time limit, and say what was proved."""
         ...
 
-    async def start(self, spec: SandboxSpec) -> Process:
+    async def start(self, spec: SandboxSpec, *, root: Path | None = None) -> Process:
         """Start the sandbox with the agent as PID 1; return when its process runs (the agent may answer later).
 
+        `root` is given only with Capability.FILESYSTEM_CHECKPOINT: the layer above the template begins as it was saved.
         On any failure nothing of it is left. Limits (cpu, memory, processes) hold before the first guest instruction.
         """
         ...
@@ -137,6 +138,14 @@ class Runtime(Protocol):
     async def restore(self, spec: SandboxSpec, *, image: Path) -> Process:
         """As `start`, from an image that a sandbox of the same template, agent, runtime version, cpu, memory, disk
         size and process limit made, in whatever network namespace, disk and id. `image` is read only."""
+        ...
+
+    # with Capability.FILESYSTEM_CHECKPOINT
+
+    async def save_root(self, sandbox_id: str, *, image: Path) -> None:
+        """Write the root's writable layer into the new folder `image`, for a `start` with the same template and disk
+        size; runtimes of other versions take it too. The sandbox runs on, also after a failure, which leaves no
+        `image`."""
         ...
 
     async def leftovers(self) -> list[str]:

@@ -37,7 +37,9 @@ class FakeRuntime:
 
     name: ClassVar[str] = "fake"
     isolation: ClassVar[Isolation] = Isolation.NONE
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.PAUSE, Capability.SNAPSHOT})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.PAUSE, Capability.SNAPSHOT, Capability.FILESYSTEM_CHECKPOINT}
+    )
     image_version: ClassVar[str] = "1"
 
     def __init__(self, host: RuntimeHost) -> None:
@@ -51,8 +53,13 @@ class FakeRuntime:
     async def probe(self) -> Probe:
         return Probe(available=True, isolation=Isolation.NONE, detail="fake runtime: no isolation, for tests")
 
-    async def start(self, spec: SandboxSpec) -> Process:
-        return await self._start(spec)
+    async def start(self, spec: SandboxSpec, *, root: Path | None = None) -> Process:
+        if (self._stopped / spec.id).exists():  # its processes are given up
+            await self._end(self._stopped / spec.id)
+        return await self._start(spec, root=root)
+
+    async def save_root(self, sandbox_id: str, *, image: Path) -> None:
+        await asyncio.to_thread(_copy_root, self._folder / sandbox_id / "root", image)
 
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
         process = self._read_process(sandbox_id)

@@ -94,6 +94,8 @@ class NodeResume(Request):
     generation: int = Field(ge=1)
     network: EffectivePolicy
     """In place before the guest goes on, unless the node knows a newer version."""
+    memory: bool = True
+    """With its processes; else with its files alone, which another version of the runtime takes too."""
 
 
 class NodeSnapshotCreate(Request):

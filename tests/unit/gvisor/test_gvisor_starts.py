@@ -56,7 +56,7 @@ async def test_starts_are_bounded_together(tmp_path: Path, monkeypatch: pytest.M
     async def nothing(*arguments: object) -> None:
         return None
 
-    monkeypatch.setattr(runtime._runsc, "run_detached", run)
+    monkeypatch.setattr(runtime._runsc, "launch", run)
     monkeypatch.setattr(runtime._groups, "prepare", lambda: None)
     monkeypatch.setattr(runtime._worker, "start", nothing)
     monkeypatch.setattr(runtime, "destroy", nothing)

@@ -14,7 +14,7 @@ from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, Pol
 
 A, B, S = "a" * 20, "b" * 20, "s" * 20
 FREEZE = "f" * 32
-SAVE = ["record", "begin", "memory"]
+SAVE = ["record", "begin", "memory", "root"]
 PAUSE_STEPS = [*SAVE, "sync", "commit", "paused"]
 PARK_STEPS = ["destroy", "slot", "disk"]
 RESUME_STEPS = ["record", "disk", "slot", "start", "check", "running"]
@@ -276,7 +276,7 @@ async def test_snapshot_of_one_that_runs_and_creates_from_it(node, asking):
         assert (statement["thaw"], statement["from"]) == (FREEZE, A)
         assert (node.parts.disks.path(letter * 20) / "workspace" / "kept").read_text() == "here"
     cold = await node.client.create(asking("e", snapshot=S, warm=False))
-    assert (cold.restored, cold.incarnation) == ("workspace", 0)
+    assert (cold.restored, cold.incarnation) == ("root", 0)
     assert "thaw" not in await said(node, "e" * 20)
     await node.client.delete_snapshot(S)
     await node.client.delete_snapshot(S)
@@ -306,7 +306,7 @@ async def test_snapshot_of_files_alone_needs_no_freeze(node, asking):
     made = await snapshot(node, freeze=None, memory=False)
     assert not made.memory
     assert (await node.client.get(A)).incarnation == 0
-    assert (await node.client.create(asking("b", snapshot=S))).restored == "workspace"
+    assert (await node.client.create(asking("b", snapshot=S))).restored == "root"
 
 
 async def test_snapshot_fits_what_it_was_made_of(node, asking):
@@ -331,7 +331,7 @@ async def test_snapshot_of_an_older_version_is_refused_and_its_files_taken(node,
             await node.client.create(asking("b", snapshot=S))
         assert caught.value.code == "snapshot_incompatible"
         assert "made by fake 1" in caught.value.why
-        assert (await node.client.create(asking("b", snapshot=S, warm=False))).restored == "workspace"
+        assert (await node.client.create(asking("b", snapshot=S, warm=False))).restored == "root"
         with pytest.raises(Conflict) as caught:
             await resume(node)
         assert caught.value.code == "snapshot_incompatible"

@@ -42,24 +42,22 @@ class Runsc:
         finally:
             await _end(process)
 
-    async def run_detached(
+    async def launch(
         self,
         sandbox_id: str,
-        *,
+        *verb: str,
         flags: Sequence[str],
         bundle: Path,
         pid_file: Path,
         timeout_s: float,
-        image: Path | None = None,
     ) -> int:
-        """`run -detach`, or `restore -detach` of an image: returns runsc's status when the sandbox runs.
+        """`run -detach` or another verb that makes a sandbox: returns runsc's status when that is there.
 
         The sandbox keeps runsc's own standard streams, so they are /dev/null: the guest's PID 1 has no way to fill a
         file of the host. What runsc has to say is in the log that `flags` name.
         """
-        verb = ["run"] if image is None else ["restore", "-image-path", str(image)]
-        verb += ["-detach", "-pid-file", str(pid_file), "-bundle", str(bundle), sandbox_id]
-        process = await self._start([*flags, *verb], output=DEVNULL)
+        arguments = [*flags, *verb, "-pid-file", str(pid_file), "-bundle", str(bundle), sandbox_id]
+        process = await self._start(arguments, output=DEVNULL)
         try:
             async with asyncio.timeout(timeout_s):
                 return await process.wait()

@@ -15,12 +15,12 @@ from typing import ClassVar
 
 import structlog
 
-from cpuos.errors import CpuosError, NotFound, PlatformError
+from cpuos.errors import CapacityExceeded, CpuosError, NotFound, PlatformError
 from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import Capability, Probe, Process, RuntimeStats, SandboxSpec
 from cpuos.runtimes.gvisor.bundle import AGENT_TASKS, runsc_flags, write_bundle
 from cpuos.runtimes.gvisor.probe import probe_gvisor
-from cpuos.runtimes.gvisor.program import Runsc
+from cpuos.runtimes.gvisor.program import Outcome, Runsc
 from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
 from cpuos.runtimes.gvisor.version import RUNSC_VERSION
 from cpuos.runtimes.gvisor.watchdog import MemoryWatchdog, OomKill, VictimWorker
@@ -59,7 +59,9 @@ class _Running:
 class GvisorRuntime:
     name: ClassVar[str] = "gvisor"
     isolation: ClassVar[Isolation] = Isolation.GVISOR
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.PAUSE, Capability.SNAPSHOT})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.PAUSE, Capability.SNAPSHOT, Capability.FILESYSTEM_CHECKPOINT}
+    )
 
     def __init__(self, host: RuntimeHost) -> None:
         self._run_dir = host.run_dir
@@ -77,41 +79,22 @@ class GvisorRuntime:
     async def probe(self) -> Probe:
         return await probe_gvisor(self._runsc, folder=self._run_dir)
 
-    async def start(self, spec: SandboxSpec) -> Process:
-        try:
-            return await self._start(spec)
-        except BaseException:
-            await self.destroy(spec.id)
-            raise
+    async def start(self, spec: SandboxSpec, *, root: Path | None = None) -> Process:
+        """`root`: what `save_root` wrote."""
+        return await self._begin(spec, root=root)
+
+    async def restore(self, spec: SandboxSpec, *, image: Path) -> Process:
+        return await self._begin(spec, memory=image)
 
     @property
     def image_version(self) -> str:
         return RUNSC_VERSION
 
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
-        running = self._running.get(sandbox_id)
-        if running is None:
-            raise _not_found("save", sandbox_id)
-        try:
-            await asyncio.to_thread(image.mkdir, mode=0o700)
-            verb = ("checkpoint", "-leave-running", "-image-path", str(image), sandbox_id)
-            outcome = await self._runsc.call(*verb, timeout_s=_SAVE_S)
-            if outcome.returncode != 0:
-                raise PlatformError(
-                    f"cannot save the memory of sandbox {sandbox_id}",
-                    f"runsc ended with {outcome.returncode}: {outcome.output[-500:]}",
-                )
-            await asyncio.to_thread((image / _FIRST).write_text, running.first)
-        except BaseException:
-            await asyncio.to_thread(shutil.rmtree, image, ignore_errors=True)
-            raise
+        await self._save(sandbox_id, "checkpoint", image=image)
 
-    async def restore(self, spec: SandboxSpec, *, image: Path) -> Process:
-        try:
-            return await self._start(spec, image=image)
-        except BaseException:
-            await self.destroy(spec.id)
-            raise
+    async def save_root(self, sandbox_id: str, *, image: Path) -> None:
+        await self._save(sandbox_id, "fscheckpoint", image=image)
 
     async def adopt(self, spec: SandboxSpec, process: Process) -> bool:
         if spec.id in self._running:
@@ -181,7 +164,29 @@ class GvisorRuntime:
         path = self._runsc.root / f"runsc-{sandbox_id}.sock"
         return ControlSocket(path, sandbox_id=sandbox_id, group=running.first if running is not None else sandbox_id)
 
-    async def _start(self, spec: SandboxSpec, *, image: Path | None = None) -> Process:
+    async def _save(self, sandbox_id: str, verb: str, *, image: Path) -> None:
+        running = self._running.get(sandbox_id)
+        if running is None:
+            raise _not_found("save", sandbox_id)
+        try:
+            await asyncio.to_thread(image.mkdir, mode=0o700)
+            arguments = ("-leave-running", "-image-path", str(image), sandbox_id)
+            outcome = await self._runsc.call(verb, *arguments, timeout_s=_SAVE_S)
+            if outcome.returncode != 0:
+                raise _unsaved(sandbox_id, verb, outcome)
+            await asyncio.to_thread((image / _FIRST).write_text, running.first)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, image, ignore_errors=True)
+            raise
+
+    async def _begin(self, spec: SandboxSpec, *, memory: Path | None = None, root: Path | None = None) -> Process:
+        try:
+            return await self._start(spec, memory=memory, root=root)
+        except BaseException:
+            await self.destroy(spec.id)
+            raise
+
+    async def _start(self, spec: SandboxSpec, *, memory: Path | None, root: Path | None) -> Process:
         logs = spec.workdir / "runsc.log"
         pid_file = spec.workdir / "pid"
         flags = runsc_flags(
@@ -192,15 +197,19 @@ class GvisorRuntime:
         )
         started = time.perf_counter()
         self._groups.prepare()
-        if image is not None:
-            shutil.copyfile(image / _FIRST, spec.workdir / _FIRST)
+        if memory is not None:
+            shutil.copyfile(memory / _FIRST, spec.workdir / _FIRST)
+        else:
+            (spec.workdir / _FIRST).unlink(missing_ok=True)
         bundle = write_bundle(spec, cgroups_path=self._groups.oci_path(spec.id))
         worker = asyncio.create_task(self._worker.start())
         prepared = time.perf_counter()
         async with self._starts:
-            status = await self._runsc.run_detached(
-                spec.id, flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S, image=image
+            status = await self._runsc.launch(
+                spec.id, *_verb(memory, root), flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S
             )
+            if status == 0 and root is not None:
+                status = (await self._runsc.call("start", spec.id, timeout_s=_START_S)).returncode
         await worker
         run = time.perf_counter()
         if status != 0:
@@ -218,7 +227,7 @@ class GvisorRuntime:
         await self._limit_processes(spec)
         ended = time.perf_counter()
         parts = {"prepare": prepared - started, "runsc": run - prepared, "limits": ended - run}
-        word = "gvisor started" if image is None else "gvisor restored"
+        word = "gvisor started" if memory is None else "gvisor restored"
         log.info(word, sandbox=spec.id, ms={name: round(1e3 * part, 1) for name, part in parts.items()})
         return process
 
@@ -278,6 +287,20 @@ class GvisorRuntime:
         names = (f"{sandbox_id}_sandbox:{sandbox_id}.state", f"{sandbox_id}_sandbox:{sandbox_id}.lock")
         for name in (*names, f"runsc-{sandbox_id}.sock"):
             (self._runsc.root / name).unlink(missing_ok=True)
+
+
+def _verb(memory: Path | None, root: Path | None) -> list[str]:
+    """What makes the sandbox; only `create` takes a root."""
+    if memory is not None:
+        return ["restore", "-detach", "-image-path", str(memory)]
+    return ["run", "-detach"] if root is None else ["create", "-fs-restore-image-path", str(root)]
+
+
+def _unsaved(sandbox_id: str, verb: str, outcome: Outcome) -> CpuosError:
+    what = f"cannot save sandbox {sandbox_id}"
+    if "no space left on device" in outcome.output:
+        return CapacityExceeded(what, "the node's data volume has no room")
+    return PlatformError(what, f"runsc {verb} ended with {outcome.returncode}: {outcome.output[-500:]}")
 
 
 def _read_first(spec: SandboxSpec) -> str:
