@@ -22,7 +22,7 @@ import (
 const (
 	headBytes      = 16 << 10
 	jsonBytes      = 2 << 20
-	maxConnections = 512
+	maxConnections = 512 + maxTunnels
 	headTime       = 10 * time.Second // from a head's first byte to its end
 	idleTime       = 10 * time.Minute // between two requests
 	stallTime      = 60 * time.Second // for the peer to take or give the next bytes

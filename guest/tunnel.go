@@ -27,7 +27,15 @@ func (a *agent) connectPort(r *request) any {
 	defer a.tunnels.Add(-1)
 	demand(a.tunnels.Add(1) <= maxTunnels, fail(429, "limit_reached", "%d tunnels are open, the most that may be", maxTunnels))
 	server := dialLoopback(r.id)
-	defer server.Close()
+	a.mu.Lock()
+	a.conns[server] = true // both sides are cut together
+	a.mu.Unlock()
+	defer func() {
+		server.Close()
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		delete(a.conns, server)
+	}()
 	r.send(r.upgradeHead())
 	r.SetDeadline(never)
 	got(server.Write(got(r.in.Peek(r.in.Buffered())))) // what came along with the head

@@ -101,6 +101,7 @@ class Gate:
             f"cannot use sandbox {self._sandbox_id}: it is paused",
             code="sandbox_paused",
             hint=f"cpuos resume {self._sandbox_id}",
+            details={"auto_resume": self.suspension is None or self.suspension.auto_resume},
         )
 
     def explain(self, error: CpuosError) -> CpuosError:

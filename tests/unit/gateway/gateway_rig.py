@@ -51,7 +51,14 @@ class LocalDialler:
     address: tuple[str, int] | str
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     session_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    words: dict[str, Any] = field(default_factory=dict)
+    """More for the statement: an incarnation, a thaw."""
     dials: int = 0
+
+    def thaw(self, freeze: str, *, incarnation: int) -> None:
+        """From here on the statement of a sandbox that goes on."""
+        self.words = {"incarnation": incarnation, "thaw": freeze, "from": SANDBOX}
+        self.session_key = secrets.token_bytes(32)
 
     @property
     def public_key(self) -> bytes:
@@ -72,6 +79,7 @@ class LocalDialler:
                 "hostname": "box",
                 "now": now,
             }
+            | self.words
         ).encode()
         return LocalDialled(
             socket=guest,
@@ -133,8 +141,13 @@ def agent_program(folder: Path) -> Path | None:
 
 
 @asynccontextmanager
-async def go_agent(program: Path, folder: Path, dialler: LocalDialler, *, port: int = 0) -> AsyncIterator[int]:
-    """The real agent on loopback, its programs run as the caller; its process number."""
+async def go_agent(
+    program: Path, folder: Path, dialler: LocalDialler, *, port: int = 0, first: bool = False
+) -> AsyncIterator[int]:
+    """The real agent on loopback, its programs run as the caller; its process number.
+
+    `first`: as the first process of a namespace, as a freeze needs it (and root). It may not set the machine's clock.
+    """
     table = folder / "users"
     table.mkdir(exist_ok=True)
     identity = f"{os.getuid()}:{os.getgid()}"
@@ -142,7 +155,10 @@ async def go_agent(program: Path, folder: Path, dialler: LocalDialler, *, port: 
     (table / "group").write_text(f"user:x:{os.getgid()}:\n")
     arguments = ["--sandbox", SANDBOX, "--node-key", base64.b64encode(dialler.public_key).decode()]
     arguments += ["--listen", f"127.0.0.1:{port}", "--user-table", str(table)]
-    process = await asyncio.create_subprocess_exec(str(program), *arguments, stdout=asyncio.subprocess.PIPE)
+    alone = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "setpriv", "--bounding-set", "-sys_time")
+    process = await asyncio.create_subprocess_exec(
+        *(alone if first else ()), str(program), *arguments, stdout=asyncio.subprocess.PIPE
+    )
     try:
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         host, _, port = line.decode().strip().rpartition(":")
@@ -274,6 +290,19 @@ class Rig:
     async def attach(self, *, generation: int = 1, wait_s: float = 5) -> httpx2.Response:
         body = {"generation": generation, "hostname": "box", "wait_s": wait_s}
         return await self.control.post(f"/v1/sandboxes/{self.sandbox}/attach", json=body)
+
+    async def suspend(self, freeze: str, **more: Any) -> httpx2.Response:
+        return await self.control.post(f"/v1/sandboxes/{self.sandbox}/suspend", json={"freeze": freeze, **more})
+
+    async def activity(self) -> dict[str, Any]:
+        return (await self.control.get("/v1/activity")).json()["sandboxes"][self.sandbox]
+
+    async def wakes_of(self, count: int) -> bool:
+        """So many calls waited."""
+        return (await self.wakes())["next"] >= count
+
+    async def wakes(self, after: int = 0, *, wait_s: float = 0) -> dict[str, Any]:
+        return (await self.control.get(f"/v1/wakes?after={after}&wait_s={wait_s}")).json()
 
     async def journal(self) -> list[dict[str, Any]]:
         return (await self.control.get("/v1/journal?after=0")).json()["entries"]

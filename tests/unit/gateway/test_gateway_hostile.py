@@ -16,7 +16,7 @@ from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.testing.hostile_agent import HostileAgent, Misdeed
 from cpuos.types.frames import FrameKind
 
-TIMES = AgentTimes(connect_s=0.3, answer_s=0.3, identity_s=0.3, slow_answer_s=0.3)
+TIMES = AgentTimes(connect_s=0.3, answer_s=0.3, identity_s=0.3, slow_answer_s=0.3, freeze_s=0.3)
 AGENT_CODES = ("agent_invalid", "agent_unresponsive")
 STREAMS = [
     Misdeed.BAD_FRAME,

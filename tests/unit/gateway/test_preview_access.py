@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from gateway_rig import SANDBOX, open_rig
-from preview_rig import Answer, Headers, Inside, PreviewRig, open_previews, serving
+from preview_rig import Answer, Headers, Inside, PreviewRig, Visitor, open_previews, serving
 from test_preview_proxy import WEBSOCKET, upgrade_and_echo
 
+from cpuos.gateway.previews import visits
 from cpuos.gateway.previews.ports import MAX_PORTS
 
 PAGE: Headers = [("Accept", "text/html,application/xhtml+xml,*/*;q=0.8")]
@@ -207,6 +209,61 @@ async def test_revoking_cuts_what_is_open(previews: PreviewRig, which: dict[str,
         assert await visitor.ended() == b""
         refused = await previews.get(inside.port, headers=[("X-Cpuos-Preview-Token", token)])
         assert (refused.status, code(refused)) == (401, "ticket_invalid")
+
+
+async def open_socket(previews: PreviewRig, port: int, *headers: tuple[str, str]) -> Any:
+    visitor = await previews.visitor()
+    lines = [f"{name}: {value}" for name, value in [*WEBSOCKET, *headers]]
+    await visitor.send("\r\n".join(["GET / HTTP/1.1", f"Host: {previews.host(port)}", *lines, "", ""]).encode())
+    await asyncio.wait_for(visitor.reader.readuntil(b"first"), 20)
+    return visitor
+
+
+@pytest.fixture
+def later(previews: PreviewRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set the clock that tokens and ports go by so many seconds on."""
+    monkeypatch.setattr(visits, "LOOK_AGAIN_S", 0.05)
+    doorkeeper = previews.rig.gateway.previews.doorkeeper
+    return lambda seconds: monkeypatch.setattr(doorkeeper, "_clock", lambda: time.time() + seconds)
+
+
+async def still_open(visitor: Visitor) -> bool:
+    visitor.writer.write(b"still")
+    return bool(await asyncio.wait_for(visitor.reader.readuntil(b"still"), 20))
+
+
+async def test_what_is_open_is_cut_as_its_token_expires(previews: PreviewRig, later: Callable[[float], None]) -> None:
+    async with serving(upgrade_and_echo) as inside:
+        await previews.publish(inside.port)
+        short, long = (previews.token(inside.port, exp=int(time.time()) + seconds) for seconds in (600, 6000))
+        cut = await open_socket(previews, inside.port, ("X-Cpuos-Preview-Token", short))
+        kept = await open_socket(previews, inside.port, ("X-Cpuos-Preview-Token", long))
+        later(590)
+        assert await still_open(cut)
+        later(601)
+        assert await cut.ended() == b""
+        assert await still_open(kept)
+
+
+async def test_what_is_open_is_cut_as_a_public_port_ends_and_not_where_that_was_put_off(
+    previews: PreviewRig, later: Callable[[float], None]
+) -> None:
+    async with serving(upgrade_and_echo) as ending, serving(upgrade_and_echo) as put_off:
+        for inside in (ending, put_off):
+            await previews.publish(inside.port, public=True, public_until=time.time() + 600)
+        cut, kept = await open_socket(previews, ending.port), await open_socket(previews, put_off.port)
+        await previews.publish(put_off.port, public=True, public_until=time.time() + 6000)
+        later(601)
+        assert await cut.ended() == b""
+        assert await still_open(kept)
+
+
+async def test_nothing_is_left_of_the_time_of_what_has_ended(previews: PreviewRig) -> None:
+    async with serving() as inside:
+        await previews.publish(inside.port)
+        assert (await previews.get(inside.port, headers=previews.auth(inside.port))).status == 200
+        shared = previews.rig.gateway.previews
+        assert (shared.admitted, shared._timers) == ({}, {})
 
 
 async def test_public_needs_no_token_until_it_ends(previews: PreviewRig) -> None:

@@ -38,8 +38,6 @@ REFUSED_LIMIT_S = 1.0
 UNKNOWN_POLL_S = 0.2
 NOT_THERE_YET = frozenset({"sandbox_not_found", "wrong_state", "node_unavailable"})
 """What a node says of a sandbox that it is about to make, or takes long to make; a busy one may say nothing in time."""
-FREEZE_ANSWER_S = 45.0
-"""5 s for the processes; a slow disk has much to write."""
 DELETE_QUIET_S = 0.5
 DELETE_BATCH = 32
 
@@ -366,7 +364,7 @@ class AgentClient:
         what = f"cannot freeze sandbox {self._sandbox_id}"
         body = json.dumps({"freeze": freeze}).encode()
         try:
-            told = await self.call("POST", "/v1/freeze", what=what, body=body, limit_s=FREEZE_ANSWER_S)
+            told = await self.call("POST", "/v1/freeze", what=what, body=body, limit_s=self.times.freeze_s)
         except AgentFailure as error:
             if error.details.get("agent_code") == "not_found":
                 raise Conflict(what, "its agent is of an earlier release", code="freeze_failed") from error

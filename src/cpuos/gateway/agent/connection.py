@@ -37,6 +37,8 @@ class AgentTimes:
     identity_s: float = 5.0
     slow_answer_s: float = 120.0
     """For what works on many files or waits for a disk."""
+    freeze_s: float = 45.0
+    """5 s for the processes; a slow disk has much to write."""
 
 
 class FrameSink(Protocol):

@@ -92,6 +92,15 @@ class Doorkeeper:
             return published.is_public(self._clock())
         return admission.ticket.epoch == published.epoch
 
+    def time_left(self, admission: Admission) -> float | None:
+        """Seconds until what was let in is let in no longer; None: only a change ends it."""
+        if admission.ticket is not None:
+            return admission.ticket.expires_at - self._clock()
+        published = admission.sandbox.ports.get(admission.place.port, generation=admission.sandbox.generation)
+        if published is None or published.public_until is None:
+            return None
+        return published.public_until - self._clock()
+
     def _find_ticket(self, asked: Asked, place: Place, sandbox: GatewaySandbox) -> tuple[_Told, bool]:
         """The first good ticket of those that the visitor shows, and whether it was shown on purpose."""
         refused: CpuosError | None = None

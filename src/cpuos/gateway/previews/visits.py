@@ -35,6 +35,8 @@ __all__ = ["PreviewTimes", "Previews", "Visit"]
 
 MAX_HEAD_BYTES = 32 << 10
 LINGER_BYTES = 1 << 20
+LOOK_AGAIN_S = 60.0
+"""The clock that tokens go by may be set: what ends later is looked at this often."""
 
 log = structlog.get_logger("gateway.previews")
 
@@ -64,6 +66,7 @@ class Previews:
     upstreams: Upstreams = field(default_factory=Upstreams)
     admitted: dict[asyncio.Task[None], Admission] = field(default_factory=dict)
     """What is open now."""
+    _timers: dict[asyncio.Task[None], asyncio.TimerHandle] = field(default_factory=dict)
 
     @contextmanager
     def admission(self, admission: Admission) -> Iterator[None]:
@@ -71,6 +74,7 @@ class Previews:
         task = asyncio.current_task()
         assert task is not None
         self.admitted[task] = admission
+        self._end_in_time(task, admission)
         try:
             with admission.sandbox.slots.hold("previews"), admission.sandbox.activity.hold():
                 if admission.ticket is None:
@@ -80,6 +84,20 @@ class Previews:
                         yield
         finally:
             del self.admitted[task]
+            timer = self._timers.pop(task, None)
+            if timer is not None:
+                timer.cancel()
+
+    def _end_in_time(self, task: asyncio.Task[None], admission: Admission) -> None:
+        """What is still open as its token or the port's time ends is cut: a link for an hour opens an hour."""
+        left_s = self.doorkeeper.time_left(admission)
+        if left_s is None:
+            self._timers.pop(task, None)
+        elif left_s <= 0:
+            task.cancel()
+        else:
+            loop = asyncio.get_running_loop()
+            self._timers[task] = loop.call_later(min(left_s, LOOK_AGAIN_S), self._end_in_time, task, admission)
 
     def cut_unadmitted(self, place: Place) -> int:
         """End what is open of a port that would not be let in any more; how many."""
