@@ -13,12 +13,14 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from cpuos.testing.fake_commands import FakeCommands
 from cpuos.testing.fake_files import FakeFiles
+from cpuos.testing.fake_freeze import FakeFreezer
 from cpuos.testing.fake_http import MAX_HEAD_BYTES, GuestError, HttpRequest, HttpResponse, serve_connection
 from cpuos.testing.fake_ports import FakePorts
 
@@ -44,10 +46,14 @@ class FakeAgent:
         self._set_hostname = set_hostname
         self._started = time.monotonic()
         self._generation = 0
+        self._incarnation = 0
+        self._thawed: str | None = None
+        """The freeze that the present identity ended."""
         self._session_key = b""
         self.commands = FakeCommands(root, switch_users=switch_users)
         self.files = FakeFiles(root, switch_users=switch_users)
         self.ports = FakePorts()
+        self.freezer = FakeFreezer(self.commands, cut=self._cut_others)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -80,6 +86,7 @@ class FakeAgent:
         if (request.method, request.path) == ("POST", "/v1/identity"):
             return HttpResponse(json=self._accept_identity(await request.json()))
         self._check_key(request)
+        self.freezer.check(request.method, request.path)
         handlers = {
             ("GET", "/v1/files"): self.files.read,
             ("PUT", "/v1/files"): self.files.write,
@@ -129,6 +136,10 @@ class FakeAgent:
             case "POST", ["ports", port, "connect"]:
                 await self.ports.connect(request, port)
                 return None
+            case "POST", ["freeze"]:
+                return HttpResponse(json=await self.freezer.freeze(str((await request.json()).get("freeze"))))
+            case "POST", ["thaw"]:
+                return HttpResponse(json=self.freezer.thaw(str((await request.json()).get("freeze"))))
             case "POST", ["clock"] | ["shutdown"]:
                 await request.json()
                 return HttpResponse(json={})
@@ -140,16 +151,41 @@ class FakeAgent:
             self._node_key.verify(base64.b64decode(body["signature"]), SIGNATURE_DOMAIN + statement)
             said = json.loads(statement)
             key = base64.b64decode(said["session_key"])
-            repeat = said["generation"] == self._generation and hmac.compare_digest(key, self._session_key)
-            if said["sandbox"] != self._sandbox_id or said["expires_at"] <= said["now"]:
-                raise ValueError("another sandbox, or expired")
-            if said["generation"] <= self._generation and not repeat:
-                raise ValueError(f"generation {said['generation']} is not above {self._generation}")
+            if said["expires_at"] <= said["now"]:
+                raise ValueError("expired")
+            if self._repeats(said, key):
+                return self._hello()
+            self._check_newer(said)
         except (InvalidSignature, KeyError, TypeError, ValueError) as error:
             raise GuestError("identity_refused", str(error) or type(error).__name__) from error
-        self._generation, self._session_key = said["generation"], key
+        self._sandbox_id, self._generation, self._session_key = said["sandbox"], said["generation"], key
+        self._incarnation, self._thawed = said.get("incarnation", 0), said.get("thaw")
         self._set_hostname(str(said.get("hostname", "")))
-        return self._hello()
+        if self._thawed is None:
+            return self._hello()
+        return self._hello() | {"thawed": {"continued": self.freezer.go_on(), "reseeded": [], "failed": []}}
+
+    def _repeats(self, said: dict[str, Any], key: bytes) -> bool:
+        told = (said["sandbox"], said["generation"], said.get("incarnation", 0))
+        same = told == (self._sandbox_id, self._generation, self._incarnation)
+        return same and hmac.compare_digest(key, self._session_key) and said.get("thaw") in (None, self._thawed)
+
+    def _check_newer(self, said: dict[str, Any]) -> None:
+        age = (said["generation"], said.get("incarnation", 0))
+        frozen, thaw = self.freezer.frozen, said.get("thaw")
+        if frozen is None and thaw is not None and self._generation == 0:
+            return  # the fake runtime's copies begin anew, with the files alone
+        if thaw != frozen or (frozen is not None and said["from"] != self._sandbox_id):
+            raise ValueError("it does not end the freeze")
+        if said["sandbox"] != self._sandbox_id:
+            if frozen is None:
+                raise ValueError("another sandbox")
+        elif age <= (self._generation, self._incarnation):
+            raise ValueError(f"generation and incarnation {age} are not newer")
+
+    def _cut_others(self) -> None:
+        for task in self._connections - {asyncio.current_task()}:
+            task.cancel()
 
     def _check_key(self, request: HttpRequest) -> None:
         sent = request.headers.get("authorization", "").encode()
@@ -162,6 +198,8 @@ class FakeAgent:
             "agent": "fake",
             "sandbox": self._sandbox_id,
             "generation": self._generation,
+            "incarnation": self._incarnation,
+            "frozen": self.freezer.frozen,
             "boot_s": time.monotonic() - self._started,
             "commands": self.commands.running,
         }

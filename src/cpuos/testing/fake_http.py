@@ -32,6 +32,8 @@ _STATUS = {
     "file_kind_unsupported": 409,
     "disk_full": 507,
     "limit_reached": 429,
+    "frozen": 409,
+    "freeze_failed": 409,
     "internal": 500,
 }
 

@@ -8,15 +8,18 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cpuos.node.identity import NodeIdentity, load_identity
 from cpuos.testing.fake_agent import FakeAgent
+from cpuos.testing.waiting import until
 from cpuos.types.frames import Frame, FrameDecoder, FrameKind, encode_frame
 
 A, COMMAND = "a" * 20, "c" * 16
 KEY = b"k" * 32
+FREEZE = "f" * 32
 
 
 class Guest:
@@ -36,8 +39,8 @@ class Guest:
         head_bytes, _, payload = answer.partition(b"\r\n\r\n")
         return int(head_bytes.split()[1]), payload
 
-    async def identify(self, generation: int = 1, *, sandbox: str = A, key: bytes = KEY) -> int:
-        signed = self.identity.sign_statement(sandbox, generation, session_key=key, hostname="box")
+    async def identify(self, generation: int = 1, *, sandbox: str = A, key: bytes = KEY, **words: Any) -> int:
+        signed = self.identity.sign_statement(sandbox, generation, session_key=key, hostname="box", **words)
         body = {name: base64.b64encode(getattr(signed, name)).decode() for name in ("statement", "signature")}
         return (await self.call("POST", "/v1/identity", json.dumps(body).encode(), key=b""))[0]
 
@@ -100,6 +103,49 @@ async def guest(tmp_path):
         await agent.start(listener)
         yield Guest(path, identity)
         await agent.close()
+
+
+async def test_freeze_and_thaw(guest, tmp_path):
+    await guest.identify()
+    ticks = tmp_path / "ticks"
+    body = {"command": f"while :; do echo >> {ticks}; sleep 0.005; done", "cwd": "/"}
+    stream = await guest.open(f"/v1/commands?id={COMMAND}", body)
+    await until(ticks.exists)
+
+    async def call(path: str, freeze: str, *, key: bytes = KEY) -> tuple[int, dict[str, Any]]:
+        status, told = await guest.call("POST", path, json.dumps({"freeze": freeze}).encode(), key=key)
+        return status, json.loads(told)
+
+    status, told = await call("/v1/freeze", FREEZE)
+    assert status == 200
+    assert told["commands"] == [COMMAND]
+    assert told["processes"] >= 1
+    await stream.rest()
+    await stream.close()
+    size = ticks.stat().st_size
+    assert await call("/v1/freeze", FREEZE) == (200, told)
+    assert (await call("/v1/freeze", "0" * 32))[1]["code"] == "frozen"
+    assert (await guest.call("GET", "/v1/commands"))[0] == 409
+    assert await guest.identify() == 200
+    for words in (
+        {},
+        {"incarnation": 1},
+        {"incarnation": 1, "thaw": "0" * 32},
+        {"incarnation": 1, "thaw": FREEZE, "frozen_as": "b" * 20},
+        {"incarnation": 0, "thaw": FREEZE},
+    ):
+        assert await guest.identify(key=b"n" * 32, **words) == 401, words
+    assert ticks.stat().st_size == size
+    for _ in range(2):
+        assert await guest.identify(key=b"n" * 32, incarnation=1, thaw=FREEZE) == 200
+    await until(lambda: ticks.stat().st_size > size)
+    assert (await guest.call("GET", "/v1/hello"))[0] == 401
+    assert (await call("/v1/freeze", "0" * 32, key=b"n" * 32))[0] == 200
+    assert (await call("/v1/thaw", FREEZE, key=b"n" * 32))[0] == 409
+    assert (await call("/v1/thaw", "0" * 32, key=b"n" * 32))[1]["continued"] >= 1
+    size = ticks.stat().st_size
+    await until(lambda: ticks.stat().st_size > size)
+    assert await guest.identify(key=b"n" * 32, incarnation=2, thaw=FREEZE) == 401
 
 
 async def test_identity(guest):
