@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any
 
-from cpuos import Client, Job, Network, Result, Sandbox, Shell, TransferReport
+from cpuos import Client, Job, Network, Result, Sandbox, Shell, Snapshot, TransferReport
 from cpuos import errors as errors_module
 from cpuos.client._sync.commands import Commands
 from cpuos.client._sync.files import Files
@@ -25,7 +25,7 @@ _INTRODUCTION = """\
 
 `from cpuos import Sandbox, PIPE, …`. `Sandbox.create()` makes a sandbox, `Sandbox.connect(ID)` opens one that is there
 (also one that has ended: what its commands left is readable), `Sandbox.list()` tells which there are. Every class has a
-twin with the same calls to `await`: `AsyncSandbox`, `AsyncClient`, `AsyncJob`, `AsyncShell`. Server and key come from
+twin with the same calls to `await`: `AsyncSandbox`, `AsyncSnapshot`, `AsyncClient`, `AsyncJob`, `AsyncShell`. Server and key come from
 `CPUOS_API_URL` and `CPUOS_API_KEY`, else from the file that `cpuos up` writes.
 
 A duration is a number of seconds or a text such as `"90s"` or `"1h30m"`; a size is a text such as `"2GiB"`.
@@ -35,6 +35,7 @@ A duration is a number of seconds or a text such as `"90s"` or `"1h30m"`; a size
 # Class, and how user code comes to an object of it.
 _CLASSES: tuple[tuple[type[Any], str], ...] = (
     (Sandbox, "`Sandbox.create()`, `Sandbox.connect(ID)`"),
+    (Snapshot, "`sandbox.snapshot()`, `Snapshot.get(ID)`"),
     (Commands, "`sandbox.commands`"),
     (Job, "`sandbox.spawn()`, `sandbox.commands.get(ID)`"),
     (Result, "`sandbox.exec()`, `job.wait()`, `shell.run()`"),

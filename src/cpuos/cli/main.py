@@ -30,6 +30,7 @@ from cpuos.cli import (
     profiles,
     sandboxes,
     shells,
+    snapshots,
     templates,
 )
 from cpuos.cli.output import JsonOption, Output
@@ -59,6 +60,7 @@ app = typer.Typer(
 
 for group in (
     sandboxes,
+    snapshots,
     exec,
     commands,
     shells,

@@ -13,6 +13,7 @@ from cpuos.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from cpuos import Sandbox
+    from cpuos.types.sandbox import Sandbox as SandboxInfo
 
 __all__ = ["connected", "create", "list_sandboxes", "parse_pairs", "register"]
 
@@ -24,7 +25,12 @@ def register(app: typer.Typer) -> None:
 
 def create(
     ctx: typer.Context,
-    template: Annotated[str, typer.Option("--template", "-t", help="Prepared image to start from.")] = "python",
+    template: Annotated[
+        str | None, typer.Option("--template", "-t", help="Prepared image to start from (default python).")
+    ] = None,
+    snapshot: Annotated[
+        str | None, typer.Option("--snapshot", help="Begin with a snapshot; what is not given is as there.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="A host name: lower case letters, digits, hyphens.")] = None,
     cpu: Annotated[int | None, typer.Option(help="CPUs (default 2).")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory, such as 512MiB or 4GiB (default 2GiB).")] = None,
@@ -32,7 +38,11 @@ def create(
     max_processes: Annotated[
         int | None, typer.Option(help="Most processes at once (default 512, or one for each 2 MiB of memory).")
     ] = None,
-    timeout: Annotated[str | None, typer.Option(help="Session length, then it is killed (default 15m).")] = None,
+    timeout: Annotated[str | None, typer.Option(help="Session length (default 15m).")] = None,
+    on_timeout: Annotated[str | None, typer.Option(help="What then becomes of it: kill (default) or pause.")] = None,
+    idle_timeout: Annotated[str | None, typer.Option(help="So long without any use: --on-idle.")] = None,
+    on_idle: Annotated[str | None, typer.Option(help="pause (default) or kill.")] = None,
+    auto_resume: Annotated[bool, typer.Option(help="Whether a call or visit resumes it while it is paused.")] = True,
     label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE; may be repeated.")] = None,
     task: Annotated[str | None, typer.Option(help="Id of the task that owns it, in your application.")] = None,
     network: Annotated[str | None, typer.Option("--network", help="internet (default) or off.")] = None,
@@ -48,19 +58,24 @@ def create(
 ) -> None:
     """Create a sandbox and print its id.
 
-    It runs until `cpuos kill` or the end of its timeout.
+    It runs until `cpuos kill` or the end of its timeout, which does not count while it is paused.
     """
     from cpuos import Client, Sandbox
     from cpuos.cli.networks import read_network
 
     output = current_output(ctx)
     wishes = {
+        "snapshot": snapshot,
         "name": name,
         "cpu": cpu,
         "memory": memory,
         "disk": disk,
         "max_processes": max_processes,
         "timeout": timeout,
+        "on_timeout": on_timeout,
+        "idle_timeout": idle_timeout,
+        "on_idle": on_idle,
+        "auto_resume": None if auto_resume else False,
         "labels": parse_pairs(label, option="--label"),
         "task": task,
         "network": read_network(network, allow=allow, deny=deny, command="cpuos create"),
@@ -69,7 +84,7 @@ def create(
         "idempotency_key": idempotency_key,
     }
     given = {key: value for key, value in wishes.items() if value is not None and value != {}}
-    with output.working(f"creating a sandbox from {template}"), Client() as client:
+    with output.working(f"creating a sandbox from {snapshot or template or 'python'}"), Client() as client:
         info = Sandbox.create(template, client=client, **given).info
     if output.json:
         output.data(info)
@@ -107,12 +122,19 @@ def list_sandboxes(
                 info.template,
                 info.isolation,
                 ago(info.created_at),
-                in_future(info.expires_at) if info.ended_at is None else "",
+                _left(info),
             )
             for info in shown
         ]
         headings = ("ID", "NAME", "STATE", "TEMPLATE", "ISOLATION", "AGE", "ENDS IN")
         output.table(headings, rows, empty="no sandbox; make one with: cpuos create")
+
+
+def _left(info: SandboxInfo) -> str:
+    """The session time it has: of a paused one that stands still."""
+    if info.ended_at is not None:
+        return ""
+    return in_future(info.expires_at) if info.left_s is None else f"{info.left_s:.0f}s of running"
 
 
 @contextmanager

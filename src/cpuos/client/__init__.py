@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from cpuos.client._async.job import AsyncJob
     from cpuos.client._async.sandbox import AsyncSandbox
     from cpuos.client._async.shell import AsyncShell
+    from cpuos.client._async.snapshot import AsyncSnapshot
     from cpuos.client._stdin import PIPE
     from cpuos.client._sync.client import Client
     from cpuos.client._sync.job import Job
     from cpuos.client._sync.sandbox import Sandbox
     from cpuos.client._sync.shell import Shell
+    from cpuos.client._sync.snapshot import Snapshot
     from cpuos.client._tree import TransferReport
     from cpuos.client.network import Network
     from cpuos.client.result import Result
@@ -25,12 +27,14 @@ __all__ = [
     "AsyncJob",
     "AsyncSandbox",
     "AsyncShell",
+    "AsyncSnapshot",
     "Client",
     "Job",
     "Network",
     "Result",
     "Sandbox",
     "Shell",
+    "Snapshot",
     "TransferReport",
 ]
 
@@ -40,12 +44,14 @@ _HOMES = {
     "AsyncJob": "_async.job",
     "AsyncSandbox": "_async.sandbox",
     "AsyncShell": "_async.shell",
+    "AsyncSnapshot": "_async.snapshot",
     "Client": "_sync.client",
     "Job": "_sync.job",
     "Network": "network",
     "Result": "result",
     "Sandbox": "_sync.sandbox",
     "Shell": "_sync.shell",
+    "Snapshot": "_sync.snapshot",
     "TransferReport": "_tree",
 }
 

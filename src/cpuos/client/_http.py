@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 CONNECT_TIMEOUT_S = 5.0
+PAUSED_S = 2.0
 
 QueryValue = str | bytes | int | float | bool | list[str] | None
 # Answers that say "not now": the part behind is restarting. 429 is an answer about limits, so it is never repeated.
@@ -160,6 +161,7 @@ class Retry:
         self._patience = patience
         self._repeatable = repeatable
         self._failures = 0
+        self._paused = False
 
     def after_failure(self, failure: TransportFailure) -> float | None:
         """A request that may have arrived is repeated only when a repeat changes nothing."""
@@ -167,6 +169,10 @@ class Retry:
         return 0.0 if failure.stale and delay is not None else delay
 
     def after_error(self, error: CpuosError) -> float | None:
+        if error.code == "sandbox_paused" and not self._paused and error.details.get("auto_resume", True):
+            # The call has waited for the resume already; once more, as the answer's Retry-After says.
+            self._paused = True
+            return PAUSED_S if self._repeatable else None
         return self._next_delay() if self._repeatable and error.code in _PASSING_CODES else None
 
     def progress(self) -> None:

@@ -231,6 +231,71 @@ async def _wire(
     idempotency = Idempotency(clock)
     quotas = Quotas()
     networks = Networks(database, scheduler)
+    lifecycle, pausing, snapshots = _verbs(
+        options,
+        database,
+        scheduler=scheduler,
+        gateway=gateway,
+        networks=networks,
+        audit=audit,
+        quotas=quotas,
+        tasks=tasks,
+        clock=clock,
+    )
+    reconciler = Reconciler(
+        database=database,
+        scheduler=scheduler,
+        lifecycle=lifecycle,
+        pausing=pausing,
+        wakes=Wakes(database=database, gateway=gateway, pausing=pausing, tasks=tasks, clock=clock),
+        snapshots=snapshots,
+        networks=networks,
+        journal=JournalIngest(database, gateway),
+        connections=_connections(options, database, records, clock),
+        settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=lifecycle),
+        tasks=tasks,
+        clock=clock,
+        record_retention_s=options.record_retention_s,
+    )
+    return ControlPlane(
+        options=options,
+        clock=clock,
+        database=database,
+        scheduler=scheduler,
+        gateway=gateway,
+        tickets=TicketSigner(load_ticket_key(options.ticket_key), clock),
+        lifecycle=lifecycle,
+        pausing=pausing,
+        snapshots=snapshots,
+        networks=networks,
+        reconciler=reconciler,
+        guard=_guard(
+            options,
+            database,
+            policy=policy,
+            quotas=quotas,
+            audit=audit,
+            idempotency=idempotency,
+            tasks=tasks,
+            clock=clock,
+        ),
+        tasks=tasks,
+        health_cache={},
+    )
+
+
+def _verbs(
+    options: ServerOptions,
+    database: Database,
+    *,
+    scheduler: Scheduler,
+    gateway: GatewayControl,
+    networks: Networks,
+    audit: Audit,
+    quotas: Quotas,
+    tasks: Tasks,
+    clock: Clock,
+) -> tuple[Lifecycle, Pausing, Snapshots]:
     lifecycle = Lifecycle(
         database=database,
         scheduler=scheduler,
@@ -257,22 +322,21 @@ async def _wire(
     snapshots = Snapshots(
         database=database, scheduler=scheduler, lifecycle=lifecycle, pausing=pausing, quotas=quotas, clock=clock
     )
-    reconciler = Reconciler(
-        database=database,
-        scheduler=scheduler,
-        lifecycle=lifecycle,
-        pausing=pausing,
-        wakes=Wakes(database=database, gateway=gateway, pausing=pausing, tasks=tasks, clock=clock),
-        snapshots=snapshots,
-        networks=networks,
-        journal=JournalIngest(database, gateway),
-        connections=_connections(options, database, records, clock),
-        settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=lifecycle),
-        tasks=tasks,
-        clock=clock,
-        record_retention_s=options.record_retention_s,
-    )
-    guard = Guard(
+    return lifecycle, pausing, snapshots
+
+
+def _guard(
+    options: ServerOptions,
+    database: Database,
+    *,
+    policy: Policy | None,
+    quotas: Quotas,
+    audit: Audit,
+    idempotency: Idempotency,
+    tasks: Tasks,
+    clock: Clock,
+) -> Guard:
+    return Guard(
         database=database,
         authenticator=Authenticator(database),
         quotas=quotas,
@@ -282,22 +346,6 @@ async def _wire(
         tasks=tasks,
         clock=clock,
         wait_s=options.idempotency_wait_s,
-    )
-    return ControlPlane(
-        options=options,
-        clock=clock,
-        database=database,
-        scheduler=scheduler,
-        gateway=gateway,
-        tickets=TicketSigner(load_ticket_key(options.ticket_key), clock),
-        lifecycle=lifecycle,
-        pausing=pausing,
-        snapshots=snapshots,
-        networks=networks,
-        reconciler=reconciler,
-        guard=guard,
-        tasks=tasks,
-        health_cache={},
     )
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from cpuos.client._backend_sync import shielded
@@ -31,11 +31,18 @@ from cpuos.client.result import Result
 from cpuos.errors import CpuosError, NotFound, SandboxGone
 from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxCreated, SandboxList, SandboxState, SandboxUpdate
 from cpuos.types.sandbox import Sandbox as SandboxInfo
+from cpuos.types.snapshot import Fork, Forked, SnapshotCreate
+from cpuos.types.snapshot import Snapshot as SnapshotInfo
 from cpuos.types.units import parse_duration_s, parse_size_mib
 
-__all__ = ["Sandbox"]
+if TYPE_CHECKING:
+    from cpuos.client._sync.snapshot import Snapshot
+
+__all__ = ["Sandbox", "fork"]
 
 _JSON = {"content-type": "application/json"}
+# Memory and disks of many GiB on a slow volume take their time.
+_MOVE_S = 660.0
 # How long the clean-up of an interrupted create or body may take before the sandbox is left to its timeout.
 CLEAN_UP_S = 30.0
 
@@ -67,14 +74,19 @@ class Sandbox:
     @classmethod
     def create(
         cls,
-        template: str = "python",
+        template: str | None = None,
         *,
+        snapshot: str | Snapshot | None = None,
         name: str | None = None,
         cpu: int | None = None,
         memory: str | int | None = None,
         disk: str | int | None = None,
         max_processes: int | None = None,
         timeout: str | float | None = None,
+        on_timeout: str | None = None,
+        idle_timeout: str | float | None = None,
+        on_idle: str | None = None,
+        auto_resume: bool | None = None,
         labels: Mapping[str, str] | None = None,
         task: str | None = None,
         network: str | Network | None = None,
@@ -85,18 +97,26 @@ class Sandbox:
     ) -> Sandbox:
         """A running sandbox. Values not given are the server's defaults; sizes are texts such as "2GiB" or MiB.
 
-        `timeout` is the session length: when it ends the sandbox is killed. `network` is what it may reach: "internet"
-        (the default), "off" or a `Network`. The same `idempotency_key` again gives
+        It begins with a template ("python" is the default), or with a `snapshot`: then what is not given is as there.
+        `timeout` is the session length: when it ends the sandbox is killed, or paused with `on_timeout="pause"`. After
+        `idle_timeout` without a command, job, terminal, watch, transfer or preview connection it is paused, or killed
+        with `on_idle="kill"`; the next call resumes it, unless `auto_resume=False`. `network` is what it may reach:
+        "internet" (the default), "off" or a `Network`. The same `idempotency_key` again gives
         the same sandbox. Interrupted in the middle, it kills what was being made.
         """
         values: dict[str, Any] = {
-            "template": template,
+            "template": template if template is not None or snapshot is not None else "python",
+            "snapshot": snapshot if snapshot is None or isinstance(snapshot, str) else snapshot.id,
             "name": name,
             "cpu": cpu,
             "memory_mib": None if memory is None else parse_size_mib(memory, name="memory"),
             "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
             "max_processes": max_processes,
             "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
+            "on_timeout": on_timeout,
+            "idle_timeout_s": None if idle_timeout is None else parse_duration_s(idle_timeout, name="idle_timeout"),
+            "on_idle": on_idle,
+            "auto_resume": auto_resume,
             "labels": None if labels is None else make_labels(labels),
             "task": task,
             "network": None if network is None else network_values(network),
@@ -245,6 +265,51 @@ class Sandbox:
         self._info = parse_answer(SandboxInfo, answer.body)
         self.close()
 
+    def pause(self) -> None:
+        """Keep its memory on disk and free memory and CPU. Pausing a paused one changes nothing; an error leaves it
+        running. Calls to a paused sandbox resume it and go on, unless it was created with `auto_resume=False`."""
+        self._move("pause")
+
+    def resume(self) -> None:
+        """Let a paused sandbox go on where it was. A running one stays as it is; an error leaves it paused."""
+        self._move("resume")
+
+    def snapshot(
+        self,
+        name: str | None = None,
+        *,
+        memory: bool = True,
+        labels: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> Snapshot:
+        """What it is now, to make others of: its files, and with `memory` its processes. It goes on itself, running or
+        paused."""
+        from cpuos.client._sync.snapshot import Snapshot  # that one makes sandboxes
+
+        values = {"name": name, "memory": memory, "labels": None if labels is None else make_labels(labels)}
+        values = {field: value for field, value in values.items() if value is not None}
+        body = make_request(SnapshotCreate, values, doing="make a snapshot")
+        answer = self._client.server.call(
+            "POST",
+            f"{_path(self.id)}/snapshots",
+            headers={"idempotency-key": idempotency_key or new_key()},
+            content=body,
+            read_timeout_s=_MOVE_S,
+        )
+        return Snapshot(self._client, parse_answer(SnapshotInfo, answer.body))
+
+    def fork(
+        self,
+        count: int = 1,
+        *,
+        timeout: str | float | None = None,
+        labels: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> builtins.list[Sandbox]:
+        """So many running copies of it as it is now: all of them, or an error and none. It goes on itself."""
+        path = f"{_path(self.id)}/fork"
+        return fork(self._client, path, count, timeout=timeout, labels=labels, key=idempotency_key)
+
     def close(self) -> None:
         """End this object's connections; the sandbox lives on until its timeout, or until someone kills it."""
         if self._owns_client:
@@ -290,7 +355,7 @@ class Sandbox:
 
     @property
     def expires_at(self) -> datetime | None:
-        """When it is killed, unless `set_timeout` changes that."""
+        """When its session ends, unless `set_timeout` changes that; None while it is paused."""
         return self._info.expires_at
 
     @property
@@ -318,6 +383,10 @@ class Sandbox:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.state}>"
 
+    def _move(self, verb: str) -> None:
+        answer = self._client.server.call("POST", f"{_path(self.id)}/{verb}", read_timeout_s=_MOVE_S)
+        self._info = parse_answer(SandboxInfo, answer.body)
+
     def _update(self, **values: Any) -> None:
         body = make_request(SandboxUpdate, values, doing="update sandbox")
         answer = self._client.server.call("PATCH", _path(self.id), content=body)
@@ -339,6 +408,46 @@ class Sandbox:
         except CpuosError:
             # Not reachable, or never made: what may exist ends by its own timeout.
             return
+
+
+def fork(
+    client: Client,
+    path: str,
+    count: int,
+    *,
+    timeout: str | float | None,
+    labels: Mapping[str, str] | None,
+    key: str | None,
+) -> list[Sandbox]:
+    """The sandboxes that a fork of a sandbox or of a snapshot makes."""
+    values: dict[str, Any] = {"count": count}
+    if timeout is not None:
+        values["timeout_s"] = parse_duration_s(timeout, name="timeout")
+    if labels is not None:
+        values["labels"] = make_labels(labels)
+    body = make_request(Fork, values, doing="fork")
+    key = key or new_key()
+    try:
+        return _fork(client, path, body, key)
+    except BaseException as error:
+        # Interrupted or cancelled: they may be there, or about to be. Their key finds them.
+        if not isinstance(error, CpuosError):
+            shielded(_abandon_fork, client, path, body, key, timeout_s=CLEAN_UP_S)
+        raise
+
+
+def _fork(client: Client, path: str, body: bytes, key: str) -> list[Sandbox]:
+    answer = client.server.call("POST", path, headers={"idempotency-key": key}, content=body, read_timeout_s=_MOVE_S)
+    made = parse_answer(Forked, answer.body).sandboxes
+    return [Sandbox(client, one.sandbox, ticket=make_ticket(one.access, answer)) for one in made]
+
+
+def _abandon_fork(client: Client, path: str, body: bytes, key: str) -> None:
+    try:
+        for made in _fork(client, path, body, key):
+            made.kill()
+    except CpuosError:
+        return  # what may exist ends by its own timeout
 
 
 def _path(ref: str) -> str:
