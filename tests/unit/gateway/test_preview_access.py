@@ -229,7 +229,7 @@ def later(previews: PreviewRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[fl
 
 async def still_open(visitor: Visitor) -> bool:
     visitor.writer.write(b"still")
-    return bool(await asyncio.wait_for(visitor.reader.readuntil(b"still"), 20))
+    return bool(await asyncio.wait_for(visitor.reader.readuntil(b"STILL"), 20))
 
 
 async def test_what_is_open_is_cut_as_its_token_expires(previews: PreviewRig, later: Callable[[float], None]) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.server.db.models import PortRow
 
-__all__ = ["close_port", "list_ports", "port_of", "publish_port"]
+__all__ = ["close_port", "list_ports", "port_of", "publish_port", "withdraw_port"]
 
 _rows = PortRow.__table__
 
@@ -47,6 +47,20 @@ async def publish_port(
         return found
     where = (_rows.c.sandbox == sandbox_id, _rows.c.port == port)
     return (await connection.execute(update(_rows).where(*where).values(**changes).returning(*_rows.c))).one()
+
+
+async def withdraw_port(
+    connection: AsyncConnection, published: Row[Any], *, before: Row[Any] | None, now: datetime
+) -> None:
+    """Take back what `publish_port` wrote, since the gateway refused it; `before` is the record from before that.
+
+    If nobody has changed it since. An epoch that has gone up stays so."""
+    same = [_rows.c[name] == published._mapping[name] for name in ("sandbox", "port", "epoch", "public")]
+    if before is not None and before.closed_at is None:
+        changes = {"public": before.public, "public_until": before.public_until, "host": before.host}
+    else:
+        changes = {"closed_at": now, "public": False}
+    await connection.execute(update(_rows).where(*same).values(**changes))
 
 
 async def close_port(connection: AsyncConnection, row: Row[Any], *, now: datetime) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import Path
 from sqlalchemy import Row
 
+from cpuos.errors import Conflict, InvalidRequest, LimitReached, NotFound, SandboxGone
 from cpuos.server.control_plane import ControlPlane
 from cpuos.server.db import ports as records
 from cpuos.server.routes.called import Called, Plane, Ref, find
@@ -31,6 +32,7 @@ async def create_port(ref: Ref, body: PortCreate, plane: Plane, call: Called) ->
     now = plane.clock()
     until = None if body.expires_s is None else now + timedelta(seconds=body.expires_s)
     async with plane.database.write() as connection:
+        before = await records.port_of(connection, row.id, body.port)
         published = await records.publish_port(
             connection,
             row.id,
@@ -41,15 +43,21 @@ async def create_port(ref: Ref, body: PortCreate, plane: Plane, call: Called) ->
             actor=call.actor.id,
             now=now,
         )
-    await plane.gateway.open_port(
-        row.id,
-        port=body.port,
-        epoch=published.epoch,
-        generation=row.generation,
-        public=published.public,
-        public_until=published.public_until,
-        host=published.host,
-    )
+    try:
+        await plane.gateway.open_port(
+            row.id,
+            port=body.port,
+            epoch=published.epoch,
+            generation=row.generation,
+            public=published.public,
+            public_until=published.public_until,
+            host=published.host,
+        )
+    except (Conflict, InvalidRequest, LimitReached, NotFound, SandboxGone):
+        # A no is final. Of a gateway that did not answer nobody knows: what may be open stays on the list.
+        async with plane.database.write() as connection:
+            await records.withdraw_port(connection, published, before=before, now=plane.clock())
+        raise
     token = None
     if not body.public:
         until = now + timedelta(seconds=body.expires_s or TOKEN_LIFE_S)
