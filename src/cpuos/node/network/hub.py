@@ -15,7 +15,7 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Literal
 
-from cpuos.errors import SetupRequired
+from cpuos.errors import PlatformError, SetupRequired
 from cpuos.node.network.conntrack import ConntrackSocket, Flow, flow_key
 from cpuos.node.network.namespaces import (
     in_fresh_thread,
@@ -35,6 +35,18 @@ __all__ = ["Hub", "host_rules", "hub_rules", "remove_host_network"]
 
 _HOST_MAC, _UPLINK_MAC = "02:00:0a:00:00:05", "02:00:0a:00:00:06"
 _HUB_TABLE = "hub"
+_BRIEF = f"""
+  ct timeout brief_tcp {{
+    protocol tcp
+    l3proto ip
+    policy = {{ time_wait: {ROUTING_SYSCTLS["net/netfilter/nf_conntrack_tcp_timeout_time_wait"]} }}
+  }}
+  ct timeout brief_udp {{
+    protocol udp
+    l3proto ip
+    policy = {{ unreplied: {ROUTING_SYSCTLS["net/netfilter/nf_conntrack_udp_timeout"]} }}
+  }}"""
+"""As in the hub, for what comes from it."""
 
 
 class Hub:
@@ -109,7 +121,10 @@ class Hub:
 
     def _join_host(self, plan: BlockPlan) -> None:
         """The table before the link: there is no moment in which the link may do more than it should."""
-        _load(host_rules(self._instance_id, plan))
+        try:
+            _load(host_rules(self._instance_id, plan))
+        except PlatformError:  # a kernel without time-outs of their own: entries stay as long as all of the host's
+            _load(host_rules(self._instance_id, plan, with_timeouts=False))
         link = host_link(self._instance_id)
         with RouteNetlink() as host:
             if not self._is_joined(host, plan):
@@ -184,13 +199,19 @@ table ip {_HUB_TABLE} {{
 """
 
 
-def host_rules(instance_id: str, plan: BlockPlan) -> str:
-    """One transaction that puts the host's table in place of an earlier one."""
+def host_rules(instance_id: str, plan: BlockPlan, *, with_timeouts: bool = True) -> str:
+    """One transaction that puts the host's table in place of an earlier one.
+
+    `with_timeouts`: what has ended is forgotten when the hub forgets it. An entry that outlived that of the hub would
+    belong to no sandbox any more, and none would take it away with it."""
     link, table = host_link(instance_id), host_table(instance_id)
+    brief = _BRIEF if with_timeouts else ""
+    begun = f'iifname "{link}" ct state new ct timeout set ' if with_timeouts else ""
+    set_brief = f'{begun}"brief_tcp"\n    {begun}"brief_udp"' if with_timeouts else ""
     return f"""
 table ip {table} {{}}
 delete table ip {table}
-table ip {table} {{
+table ip {table} {{{brief}
   chain input {{
     type filter hook input priority filter; policy accept;
     iifname "{link}" ct state established,related accept
@@ -200,6 +221,7 @@ table ip {table} {{
     type filter hook forward priority filter; policy accept;
     iifname "{link}" ip saddr != {plan.hub_address} counter drop
     iifname "{link}" oifname "{link}" counter drop
+    {set_brief}
     iifname "{link}" tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu
     oifname "{link}" ct state established,related accept
     oifname "{link}" counter drop
