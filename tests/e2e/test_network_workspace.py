@@ -11,6 +11,7 @@ import pytest
 
 from cpuos import Network, Sandbox
 from cpuos.testing.sealed import addresses
+from refusals import told_refusals
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(300)]
 
@@ -18,8 +19,8 @@ CPUOS = str(Path(sys.executable).parent / "cpuos")
 
 
 def connect(sandbox: Sandbox, address: str) -> str:
-    code = f"import socket; socket.create_connection(('{address}', 80), 5); print('connected')"
-    done = sandbox.exec(["python3", "-c", code])
+    code = f"import socket; socket.create_connection(('{address}', 80), 20); print('connected')"
+    done = told_refusals(lambda: sandbox.exec(["python3", "-c", code]))
     return done.stdout.strip() or done.refused_connections[0].rule
 
 

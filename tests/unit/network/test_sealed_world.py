@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from cpuos.node.network.namespaces import inside
 from cpuos.testing.sealed import addresses
+from cpuos.testing.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -49,6 +51,21 @@ def test_what_leaves_is_seen_whether_or_not_it_is_answered(sealed):
         assert slot.connect(addresses.WEB, 4) == "ConnectionRefusedError"
     assert {packet.port for packet in sealed.packets() if packet.protocol == "tcp"} == {80, 4}
     assert [(seen.server, seen.port) for seen in sealed.connections()] == [(addresses.WEB, 80)]
+
+
+def test_who_is_asked_for_on_the_link_is_told_but_for_the_gateway(sealed):
+    """A packet to a neighbour that is not there is seen by its question; those for the gateway come at any time."""
+    sealed.clear()
+    for place in (addresses.HOST_GATEWAY, "80.90.100.77"):
+        sealed.run_in_host(["ip", "neigh", "flush", "dev", "eth0"])
+        sealed.in_host(lambda place=place: _send(place))
+    wait_until(lambda: [one for one in sealed.packets() if one.protocol == "arp"])
+    assert {one.destination for one in sealed.packets() if one.protocol == "arp"} == {"80.90.100.77"}
+
+
+def _send(place: str) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        made.sendto(b"x", (place, 9))
 
 
 def test_a_killed_test_leaves_nothing():

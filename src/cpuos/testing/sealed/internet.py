@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from cpuos.node import syscalls
 from cpuos.node.network.netlink import RouteNetlink
+from cpuos.testing.sealed.addresses import HOST_GATEWAY
 from cpuos.testing.sealed.certificates import Authority
 from cpuos.testing.sealed.resolver import Resolver
 
@@ -71,8 +72,11 @@ class Internet:
                     frame, address = wire.recvfrom(128)
                 except BlockingIOError:
                     return
-                if address[2] != socket.PACKET_OUTGOING:  # type: ignore[attr-defined]
-                    self._keep(self.packets, _describe(frame))
+                seen = _describe(frame)
+                # The host asks for its gateway, and answers it, at times of its own.
+                of_gateway = (seen["protocol"], seen["destination"]) == ("arp", HOST_GATEWAY)
+                if address[2] != socket.PACKET_OUTGOING and not of_gateway:  # type: ignore[attr-defined]
+                    self._keep(self.packets, seen)
 
         asyncio.get_running_loop().add_reader(wire, read)
 
@@ -236,6 +240,9 @@ class Internet:
 
 def _describe(frame: bytes) -> dict[str, Any]:
     kind = int.from_bytes(frame[12:14], "big")
+    if kind == 0x0806 and len(frame) >= 42:
+        addresses = (str(ipaddress.IPv4Address(frame[at : at + 4])) for at in (28, 38))
+        return {"protocol": "arp", **dict(zip(("source", "destination"), addresses, strict=True)), "port": None}
     if kind != 0x0800 or len(frame) < 34:
         return {"protocol": f"ethertype 0x{kind:04x}", "source": "", "destination": "", "port": None}
     header = (frame[14] & 15) * 4
