@@ -72,11 +72,12 @@ class Activity:
 
 
 class Wakes:
-    """The suspended sandboxes that were called, each by its last call. Numbers begin anew with each process."""
+    """The suspended sandboxes that were called and whose callers wait, each by its last call."""
 
     def __init__(self) -> None:
         self.source = secrets.token_hex(8)
-        self._last = 0
+        self._last = time.time_ns() // 1000
+        """Above all numbers of an earlier process, so that who asks with one of those misses nothing."""
         self._called: dict[str, int] = {}
         self._news = asyncio.Event()
 
@@ -88,7 +89,7 @@ class Wakes:
         self._news = asyncio.Event()
 
     def forget(self, sandbox_id: str) -> None:
-        """It goes on, or has ended."""
+        """It goes on, has ended, or nobody waits for it any more."""
         self._called.pop(sandbox_id, None)
 
     async def after(self, seq: int, *, wait_s: float) -> tuple[list[tuple[int, str]], int]:

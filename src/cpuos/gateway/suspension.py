@@ -46,6 +46,7 @@ class Gate:
         self._wakes = wakes
         self._clock = clock
         self._news = asyncio.Event()
+        self._waiting = 0
         self.open = False
         self.suspending = False
         self.suspension: Suspension | None = None
@@ -77,6 +78,7 @@ class Gate:
     async def wait(self) -> None:
         """Return when the gate is open; each caller of a suspended sandbox is told to those who can resume it."""
         called = None
+        self._waiting += 1
         try:
             async with asyncio.timeout(WAKE_WAIT_S if self.paused else REATTACH_WAIT_S):
                 while not self.open:
@@ -94,6 +96,10 @@ class Gate:
                 f"its agent did not answer for {REATTACH_WAIT_S:g} s",
                 code="agent_unresponsive",
             ) from None
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._wakes.forget(self._sandbox_id)
 
     def refusal(self) -> CpuosError:
         """For a call that does not wait, or has waited in vain."""

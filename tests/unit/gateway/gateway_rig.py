@@ -297,10 +297,6 @@ class Rig:
     async def activity(self) -> dict[str, Any]:
         return (await self.control.get("/v1/activity")).json()["sandboxes"][self.sandbox]
 
-    async def wakes_of(self, count: int) -> bool:
-        """So many calls waited."""
-        return (await self.wakes())["next"] >= count
-
     async def wakes(self, after: int = 0, *, wait_s: float = 0) -> dict[str, Any]:
         return (await self.control.get(f"/v1/wakes?after={after}&wait_s={wait_s}")).json()
 
