@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.commands import exec_true
+from benchmarks.lifecycle import fork_of_8, list_of_many, pause, resume_by_call, resume_to_exec, warm_pandas
 from benchmarks.names import dns_neighbour
 from benchmarks.outside import tcp_outside
 from benchmarks.peek import peek_connect, peek_download
@@ -54,6 +55,12 @@ FIGURES = (
     Figure(name="dns_neighbour", limit=2.0, measure=dns_neighbour),
     Figure(name="preview_request", limit=3.0, measure=preview_request),
     Figure(name="preview_messages", limit=1000, at_least=True, unit="/s", measure=preview_messages),
+    Figure(name="pause_ms", limit=1000, unit="ms", measure=pause),
+    Figure(name="resume_to_exec_ms", limit=400, unit="ms", measure=resume_to_exec),
+    Figure(name="resume_by_call_ms", limit=500, unit="ms", measure=resume_by_call),
+    Figure(name="fork_of_8_s", limit=2.5, unit="s", measure=fork_of_8),
+    Figure(name="warm_pandas", limit=5.0, at_least=True, measure=warm_pandas),
+    Figure(name="list_ms", limit=200, unit="ms", measure=list_of_many),
     Figure(name="import_ms", limit=250, unit="ms", measure=import_time),
     Figure(name="help_s", limit=0.5, unit="s", measure=help_time),
 )
