@@ -72,17 +72,40 @@ class Node:
 
 
 @contextmanager
-def gvisor_node() -> Iterator[Node]:
+def gvisor_node(*, volume_mib: int | None = None) -> Iterator[Node]:
+    """`volume_mib`: its data lies on a volume of this size."""
     # Not pytest's own folder: the network workers' user must be able to pass it.
     folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
     folder.chmod(0o755)
     settings = load_settings(state_dir=folder / "state", run_dir=folder / "run", runtime="gvisor")
-    with DaemonForker() as forker:
+    with _volume(folder, volume_mib), DaemonForker() as forker:
         node = Node(settings, forker)
-        yield node
-        if node.process is not None:
-            node.process.terminate()
-            node.process.wait()
-    remove_mounts(settings)
-    remove_groups(settings)
+        try:
+            yield node
+        finally:
+            if node.process is not None:
+                node.process.terminate()
+                node.process.wait()
+            remove_mounts(settings)
+            remove_groups(settings)
     shutil.rmtree(folder)
+
+
+@contextmanager
+def _volume(folder: Path, size_mib: int | None) -> Iterator[None]:
+    if size_mib is None:
+        yield
+        return
+    image, mounted = folder / "volume.img", folder / "state"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(size_mib << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], check=True)
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + 10
+        while subprocess.run(["umount", str(mounted)]).returncode != 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)

@@ -27,6 +27,9 @@ class RuntimeHost:
     """The runtime's own folder (0700), kept over a reboot. Exists."""
     run_dir: Path
     """The runtime's own folder (0700), gone after a reboot. Exists."""
+    bin_dir: Path | None = None
+    """`bin/` of the data directory once more, on a mount of its own: a process that runs from it holds on to that
+    mount, and not to the host's root with all that was mounted below it when it started."""
     on_oom: Callable[[str, tuple[int, ...]], None] = lambda sandbox_id, pids: None
     """Called just before a guest process is killed for memory: the sandbox, then the numbers inside it of the process
     and of its ancestors. Must not block."""

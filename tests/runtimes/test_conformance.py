@@ -8,6 +8,7 @@ import pytest
 
 from cpuos import Client
 from cpuos.testing.conformance import SandboxConformance
+from cpuos.testing.conformance_lifecycle import LifecycleConformance
 from cpuos.testing.instance import Instance
 
 
@@ -16,10 +17,29 @@ class TestGvisorConformance(SandboxConformance):
     pass
 
 
+@pytest.mark.gvisor
+class TestGvisorLifecycle(LifecycleConformance):
+    pass
+
+
 class TestFakeConformance(SandboxConformance):
     """The fake runs commands as plain processes of this machine: what isolation and users give, it cannot."""
 
     known_failures = {} if shutil.which("sudo") else {"test_default_user_and_root": "the host has no sudo to lend"}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def client(cls, fake_instance: Instance) -> Client:
+        return fake_instance.client()
+
+
+class TestFakeLifecycle(LifecycleConformance):
+    """Its processes stand still and go on; they cannot be in two places."""
+
+    known_failures = {
+        "test_processes_go_on_in_each_clone": "a process of this machine cannot be copied",
+        "test_a_time_limit_stands_still_while_it_is_paused": "its agent stands still too, and the clock goes on",
+    }
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -110,11 +110,11 @@ async def test_a_killed_daemon_adopts_and_reaches_its_sandbox(node: Node, client
     assert (await client.stats(A)).processes >= 1
     dialled = await DialClient(node.settings.dial_socket).dial(A, request.generation)
     with dialled.socket as guest:
-        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(guest, dialled.address), 5)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(guest, dialled.address), 30)
     after = (await client.changes(0)).seq
     path = node.settings.node_state_dir / "journal" / f"{A}.json"
     await asyncio.to_thread(_kill_recorded, path)
-    heard = await client.changes(after, wait_s=10)
+    heard = await client.changes(after, wait_s=60)
     assert [(facts.id, facts.alive) for facts in heard.changes] == [(A, False)]
     await client.delete(A, generation=request.generation)
     assert node.traces() == []
@@ -137,7 +137,7 @@ async def test_a_daemon_killed_while_it_stocks_up_leaves_no_disk(node: Node, cli
 
 async def _stocked(stock: Path, *, other_than: set[str] = frozenset()) -> set[str]:
     """Names of the disks in stock, once there are two besides these: the first is whole then."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while len(found := _names(stock) - other_than) < 2:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)

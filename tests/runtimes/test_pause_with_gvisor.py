@@ -137,6 +137,21 @@ async def test_files_and_processes_come_back(node: Node, client: LocalNodeClient
     await box.counts_on()
 
 
+async def test_disks_are_let_go_while_later_sandboxes_live(node: Node, client: LocalNodeClient) -> None:
+    """A sandbox's processes come with the mounts that they were started among: they must not hold those of others."""
+    box = await begin(node, client)
+    later = await begin(node, client, node.next("b"))
+    await box.freeze()
+    await box.pause()
+    assert not [line for line in node.traces() if A in line and line.split()[0] not in ("work", "disk", "record")]
+    await box.resume()
+    await box.guest.identify()
+    await box.settle()
+    await client.delete(A, generation=box.generation)
+    assert not [line for line in node.traces() if A in line]
+    assert (await later.guest.run("echo lives")) == "lives\n"
+
+
 async def test_limits_hold_after_a_resume(node: Node, client: LocalNodeClient) -> None:
     box = await begin(node, client)
     await box.freeze()
@@ -190,7 +205,7 @@ async def test_snapshot_then_three_that_go_on_from_it(node: Node, client: LocalN
     assert (await cold.guest.run("cat /workspace/own")).strip() == last.id
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("point", [*PAUSE, *PARK])
 async def test_a_pause_that_stops_anywhere(node: Node, client: LocalNodeClient, point: str, kill: bool) -> None:
     box = await begin(node, client)
@@ -221,7 +236,7 @@ async def test_a_pause_that_stops_anywhere(node: Node, client: LocalNodeClient, 
     await box.counts_on()
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("point", RESUME)
 async def test_a_resume_that_stops_anywhere(node: Node, client: LocalNodeClient, point: str, kill: bool) -> None:
     box = await begin(node, client)
@@ -246,7 +261,7 @@ async def test_a_resume_that_stops_anywhere(node: Node, client: LocalNodeClient,
     await box.counts_on()
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("point", SNAPSHOT)
 async def test_a_snapshot_that_stops_anywhere(node: Node, client: LocalNodeClient, point: str, kill: bool) -> None:
     box = await begin(node, client)
@@ -269,7 +284,7 @@ async def test_a_snapshot_that_stops_anywhere(node: Node, client: LocalNodeClien
     await clone.counts_on()
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("point", CREATE)
 async def test_a_create_from_a_snapshot_that_stops_anywhere(
     node: Node, client: LocalNodeClient, point: str, kill: bool
@@ -367,6 +382,44 @@ async def test_a_foreign_or_older_image_is_refused(node: Node, client: LocalNode
         await client.create(node.next("b", snapshot=S))
     assert caught.value.code in ("snapshot_incompatible", "snapshot_damaged")
     shutil.rmtree(folder)
+
+
+async def test_a_full_data_volume_refuses_and_all_go_on() -> None:
+    with gvisor_node(volume_mib=512) as node:
+        async with LocalNodeClient(node.settings.node_socket) as client:
+            await node.ready(client)
+            box, other = await begin(node, client), await begin(node, client, node.next("b"))
+            await box.guest.run("head -c 40M /dev/urandom > /opt/f; head -c 30M /dev/urandom > /workspace/f; sync")
+            await other.guest.start("counter000000000", COUNTER)
+            filler = node.settings.state_dir / "filler"
+            _fill(filler, leave_mib=100)
+            for verb in (box.pause, box.snapshot):
+                await box.freeze()
+                with pytest.raises(CpuosError) as caught:
+                    await verb()
+                assert caught.value.code == "capacity_exceeded"
+                assert "no room" in caught.value.why
+                facts = await client.get(A)
+                assert (facts.alive, facts.paused) == (True, False)
+                await box.guest.identify()
+                assert await box.guest.run("sha256sum < /opt/f > /workspace/s; sync; echo $?") == "0\n"
+            await other.counts_on()
+            assert await client.snapshots() == []
+            assert os.listdir(node.settings.node_state_dir / "snapshots") == []
+            filler.unlink()
+            await box.freeze()
+            assert (await box.pause()).paused
+            await box.resume()
+            await box.guest.identify()
+            for one in (box, other):
+                await client.delete(one.id, generation=one.generation)
+
+
+def _fill(path: Path, *, leave_mib: int) -> None:
+    status = os.statvfs(path.parent)
+    size = status.f_bavail * status.f_frsize - (leave_mib << 20)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
 
 
 async def _hashed(image: Path) -> None:

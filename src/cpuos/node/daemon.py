@@ -40,7 +40,7 @@ from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.service import NodeService
 from cpuos.node.steps import Checkpoint
-from cpuos.node.storage import DiskStore, enter_mount_namespace
+from cpuos.node.storage import DiskStore, enter_mount_namespace, mount_alone
 from cpuos.node.templates import Templates
 from cpuos.plugins import RuntimeHost, load_runtimes
 from cpuos.runtimes.base import Runtime
@@ -97,11 +97,14 @@ def main() -> None:
 
 def host_parts(settings: Settings) -> NodeParts:
     """The parts of a real node."""
+    bin_dir = settings.run_dir / "bin"
+    mount_alone(settings.data_dir / "bin", bin_dir)
     runtime_host = RuntimeHost(
         instance_id=settings.instance_id,
         data_dir=settings.data_dir,
         state_dir=settings.node_state_dir / "runtimes",
         run_dir=settings.run_dir / "runtimes",
+        bin_dir=bin_dir,
         on_oom=MemoryNews(settings.gateway_socket).tell,
     )
     return NodeParts(

@@ -38,7 +38,8 @@ def could_not(verb: str, sandbox_id: str, error: BaseException) -> CpuosError:
     if isinstance(error, CpuosError):
         return error
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return CapacityExceeded(f"cannot {verb} sandbox: {sandbox_id}", "the node's data volume has no room")
+        why = f"the node's data volume has no room: {error.strerror}"
+        return CapacityExceeded(f"cannot {verb} sandbox: {sandbox_id}", why)
     return PlatformError(f"cannot {verb} sandbox: {sandbox_id}", f"{type(error).__name__}: {error}")
 
 

@@ -11,6 +11,7 @@ from cpuos.node.images import Manifest
 from cpuos.node.journal import Record
 from cpuos.node.kit import Kit
 from cpuos.node.steps import Step
+from cpuos.node.storage.room import require_room
 from cpuos.runtimes.base import Capability, Runtime
 
 __all__ = ["manifest_of", "needs", "save_steps"]
@@ -48,8 +49,14 @@ def save_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str, memory:
     apart: those are taken where processes cannot be. The sandbox runs on."""
     images = kit.assembly.images
 
-    def begin() -> None:
-        kit.assembly.keep_agent(record.id, to=images.begin(name) / AGENT)
+    async def begin() -> None:
+        needed = await runtime.image_bytes(record.id)
+        await asyncio.to_thread(make_folder, needed)
+
+    def make_folder(needed: int) -> None:
+        part = images.begin(name)
+        require_room(part, needed)
+        kit.assembly.keep_agent(record.id, to=part / AGENT)
 
     async def save_memory() -> None:
         await runtime.checkpoint(record.id, image=images.part(name) / MEMORY)
@@ -60,7 +67,7 @@ def save_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str, memory:
     steps = [
         Step(
             name="begin",
-            do=lambda: asyncio.to_thread(begin),
+            do=begin,
             undo=lambda: asyncio.to_thread(images.discard, name),
         )
     ]

@@ -130,6 +130,10 @@ class Runtime(Protocol):
         """Images are taken by exactly the version that made them."""
         ...
 
+    async def image_bytes(self, sandbox_id: str) -> int:
+        """What images of its memory and of its root take together, at most, if it does not grow meanwhile."""
+        ...
+
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
         """Write memory, processes and the root's writable layer into the new folder `image`. The sandbox runs on, also
         after a failure, which leaves no `image`. Files of /workspace are not in it: copy the disk along with it."""

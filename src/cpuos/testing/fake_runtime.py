@@ -61,6 +61,9 @@ class FakeRuntime:
     async def save_root(self, sandbox_id: str, *, image: Path) -> None:
         await asyncio.to_thread(_copy_root, self._folder / sandbox_id / "root", image)
 
+    async def image_bytes(self, sandbox_id: str) -> int:
+        return 0
+
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
         process = self._read_process(sandbox_id)
         if process is None or find_process(process.pid) != process:

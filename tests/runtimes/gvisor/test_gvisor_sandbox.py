@@ -46,13 +46,13 @@ async def test_guest_reaches_nobody_and_is_reached_by_its_link(machine):
         link = await machine.slots.guest_link(guest.id)
         # Nobody listens in this guest: a refusal has come from its network stack.
         with link.socket, pytest.raises(ConnectionRefusedError):
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(30):
                 await asyncio.get_running_loop().sock_connect(link.socket, link.address)
         started = time.monotonic()
         # A router without a policy refuses all, and says so.
         for target in ("1.1.1.1/80", "169.254.169.254/80", "10.0.0.1/22"):
             assert "refused" in await guest.run(f"true > /dev/tcp/{target}")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60
         assert (await guest.try_run("true > /dev/tcp/127.0.0.1/1"))[0] != 0
 
 
@@ -94,7 +94,7 @@ async def test_killed_sentry_is_seen_and_workspace_survives(machine):
         waiting = asyncio.create_task(machine.runtime.wait(guest.id))
         await asyncio.sleep(0)
         os.kill(guest.process.pid, signal.SIGKILL)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             assert await waiting == "its process ended"
         assert (guest.spec.disk / "workspace" / "200").read_text() == "200\ntail\n"
         await machine.runtime.destroy(guest.id)
@@ -105,7 +105,7 @@ async def test_killed_sentry_is_seen_and_workspace_survives(machine):
 async def test_end_of_pid_one_ends_the_sandbox(machine):
     async with machine.guest() as guest:
         await guest.try_run("kill -9 1")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             assert await machine.runtime.wait(guest.id)
 
 
@@ -145,7 +145,7 @@ async def test_restarted_node_adopts(machine):
         waiting = asyncio.create_task(second.wait(guest.id))
         await asyncio.sleep(0)
         os.kill(guest.process.pid, signal.SIGKILL)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             await waiting
 
 

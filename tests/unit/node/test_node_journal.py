@@ -94,3 +94,28 @@ def test_only_ids_become_paths(tmp_path, sandbox_id):
 )
 def test_what_a_restarted_daemon_does(record, stage, boot_id, expected):
     assert decide(record.becomes(stage, boot_id=boot_id), boot_id="boot") is expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "has_image", "expected"),
+    [
+        (Stage.SAVING, {}, False, Recovery.REVERT),
+        (Stage.PAUSING, {}, False, Recovery.REVERT),
+        (Stage.PAUSING, {}, True, Recovery.REVERT),
+        (Stage.PAUSED, {}, True, Recovery.PARK),
+        (Stage.PAUSED, {"parked": True}, True, Recovery.KEEP),
+        (Stage.RESUMING, {}, True, Recovery.PARK),
+        (Stage.RUNNING, {"unsettled": True}, True, Recovery.ADOPT),
+        # after the host's restart
+        (Stage.SAVING, {"boot_id": "before"}, False, Recovery.END),
+        (Stage.PAUSING, {"boot_id": "before"}, False, Recovery.END),
+        (Stage.PAUSING, {"boot_id": "before"}, True, Recovery.PARK),
+        (Stage.PAUSED, {"boot_id": "before", "parked": True}, True, Recovery.KEEP),
+        (Stage.RESUMING, {"boot_id": "before"}, True, Recovery.PARK),
+        (Stage.RUNNING, {"boot_id": "before", "unsettled": True}, True, Recovery.PARK),
+        (Stage.RUNNING, {"boot_id": "before", "unsettled": True}, False, Recovery.END),
+        (Stage.RUNNING, {"boot_id": "before"}, True, Recovery.END),
+    ],
+)
+def test_what_is_done_with_each_record_of_a_pause(record, stage, changes, has_image, expected):
+    assert decide(record.becomes(stage, **changes), boot_id="boot", has_image=has_image) is expected

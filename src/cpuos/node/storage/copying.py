@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cpuos.node import syscalls
+from cpuos.node.storage.room import require_room
 
 __all__ = ["copy_image", "frozen", "sync_all", "thaw"]
 
@@ -30,6 +31,7 @@ def copy_image(source: Path, target: Path) -> None:
         write = os.open(target, flags, 0o600)
         try:
             if not _share(read, write):
+                require_room(write, os.fstat(read).st_blocks * 512)
                 _copy_data(read, write)
             os.fsync(write)
         finally:

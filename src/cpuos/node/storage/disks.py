@@ -238,7 +238,7 @@ class DiskStore:
 def _failure(verb: str, sandbox_id: str, problem: OSError) -> CpuosError:
     what = f"cannot {verb} the disk of sandbox {sandbox_id}"
     if problem.errno == errno.ENOSPC:
-        return CapacityExceeded(what, "the node's data volume has no room")
+        return CapacityExceeded(what, f"the node's data volume has no room: {problem.strerror}")
     return PlatformError(what, str(problem))
 
 

@@ -45,6 +45,8 @@ def mount_disk(folder: Path) -> None:
     finally:
         os.close(fd)
     _remove_lost_found(folder / "workspace")
+    # A mount of its own for what the runtime keeps open in it (namespace.py, mount_alone).
+    syscalls.mount(str(folder / "overlay"), str(folder / "overlay"), flags=syscalls.MS_BIND)
 
 
 def is_mounted(folder: Path) -> bool:
@@ -62,18 +64,18 @@ def wait_released(folder: Path) -> None:
 
 def unmount_disk(folder: Path) -> None:
     deadline = time.monotonic() + _BUSY_S
-    try:
-        while is_mounted(folder):
+    for place in (folder / "overlay", folder / "workspace"):
+        while True:
             patient = time.monotonic() < deadline
             flags = syscalls.UMOUNT_NOFOLLOW | (0 if patient else syscalls.MNT_DETACH)
             try:
-                syscalls.umount(str(folder / "workspace"), flags)
+                syscalls.umount(str(place), flags)
             except OSError as problem:
+                if problem.errno in (errno.EINVAL, errno.ENOENT):  # nothing is mounted there
+                    break
                 if problem.errno != errno.EBUSY or not patient:
                     raise
                 time.sleep(0.005)
-    except FileNotFoundError:
-        return
 
 
 def remove_disk(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 from cpuos.errors import PlatformError
 from cpuos.node import syscalls
 
-__all__ = ["enter_mount_namespace", "release_mount_namespace"]
+__all__ = ["enter_mount_namespace", "mount_alone", "release_mount_namespace"]
 
 _NS_GET_NSTYPE = 0xB703  # linux/nsfs.h
 
@@ -50,6 +50,21 @@ def release_mount_namespace(path: Path) -> None:
         except OSError:
             pass
     path.unlink(missing_ok=True)
+
+
+def mount_alone(source: Path, target: Path) -> None:
+    """Mount the folder a second time. There already is fine.
+
+    A sandbox has a user namespace of its own, so that the mounts it was started among stay tied together for it
+    (mount_namespaces(7), locked mounts): while anything of it comes from one of them, all below that one live on too,
+    other sandboxes' disks among them. What it keeps open is therefore taken from mounts with none below.
+    """
+    try:
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.path.samefile(source, target):
+            syscalls.mount(str(source), str(target), flags=syscalls.MS_BIND)
+    except OSError as problem:
+        raise PlatformError(f"cannot mount: {target}", str(problem)) from problem
 
 
 def _open_kept(path: Path) -> int | None:

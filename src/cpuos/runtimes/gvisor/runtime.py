@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -49,8 +50,10 @@ log = structlog.get_logger("cpuos.node")
 
 @dataclass(frozen=True, kw_only=True)
 class _Running:
+    process: Process
     pidfd: int
     workdir: Path
+    overlay: Path
     first: str
     """The sandbox that its processes began in: its own cgroup, seen from inside, keeps that name."""
     ended: asyncio.Future[str]
@@ -65,7 +68,8 @@ class GvisorRuntime:
 
     def __init__(self, host: RuntimeHost) -> None:
         self._run_dir = host.run_dir
-        self._runsc = Runsc(host.data_dir / "bin" / "runsc" / RUNSC_VERSION / "runsc", root=host.run_dir / "root")
+        bin_dir = host.bin_dir or host.data_dir / "bin"
+        self._runsc = Runsc(bin_dir / "runsc" / RUNSC_VERSION / "runsc", root=host.run_dir / "root")
         self._runsc.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._groups = ControlGroups(host.instance_id)
         self._worker = VictimWorker()
@@ -90,6 +94,12 @@ class GvisorRuntime:
     def image_version(self) -> str:
         return RUNSC_VERSION
 
+    async def image_bytes(self, sandbox_id: str) -> int:
+        memory_bytes = (await self.stats(sandbox_id)).memory_bytes
+        running = self._running[sandbox_id]
+        # The root's layer is a file, and is saved with the memory and apart.
+        return memory_bytes + 2 * await asyncio.to_thread(_layer_bytes, running.process.pid, running.overlay)
+
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
         await self._save(sandbox_id, "checkpoint", image=image)
 
@@ -105,7 +115,7 @@ class GvisorRuntime:
             return False
         await self._worker.start()
         try:
-            self._watch(spec, pidfd)
+            self._watch(spec, process, pidfd=pidfd)
         except FileNotFoundError as problem:
             log.warning("sandbox not adopted: its control group is gone", sandbox=spec.id, why=str(problem))
             self._forget(spec.id)
@@ -222,7 +232,7 @@ class GvisorRuntime:
         pidfd = open_process(process) if process is not None else None
         if process is None or pidfd is None:
             raise PlatformError(f"cannot start sandbox {spec.id}", "its process ended at once")
-        self._watch(spec, pidfd)
+        self._watch(spec, process, pidfd=pidfd)
         # The agent runs by now but takes no command before the node's identity statement: the limit is in time.
         await self._limit_processes(spec)
         ended = time.perf_counter()
@@ -242,10 +252,16 @@ class GvisorRuntime:
             if outcome.returncode != 0:
                 raise
 
-    def _watch(self, spec: SandboxSpec, pidfd: int) -> None:
+    def _watch(self, spec: SandboxSpec, process: Process, *, pidfd: int) -> None:
         loop = asyncio.get_running_loop()
-        first = _read_first(spec)
-        running = _Running(pidfd=pidfd, workdir=spec.workdir, first=first, ended=loop.create_future())
+        running = _Running(
+            process=process,
+            pidfd=pidfd,
+            workdir=spec.workdir,
+            overlay=spec.disk / "overlay",
+            first=_read_first(spec),
+            ended=loop.create_future(),
+        )
         self._running[spec.id] = running
         loop.add_reader(pidfd, self._ended, spec.id)
         self._watchdog.watch(spec.id, limit_bytes=spec.memory_mib << 20, control=self._control(spec.id))
@@ -301,6 +317,20 @@ def _unsaved(sandbox_id: str, verb: str, outcome: Outcome) -> CpuosError:
     if "no space left on device" in outcome.output:
         return CapacityExceeded(what, "the node's data volume has no room")
     return PlatformError(what, f"runsc {verb} ended with {outcome.returncode}: {outcome.output[-500:]}")
+
+
+def _layer_bytes(pid: int, overlay: Path) -> int:
+    """What the sentry's file for the root's layer takes: it has no name, and only the sentry holds it."""
+    volume = overlay.stat().st_dev
+    found = {}
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        try:
+            facts = os.stat(entry.path)
+        except OSError:
+            continue
+        if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 0 and facts.st_dev == volume:
+            found[facts.st_ino] = facts.st_blocks * 512
+    return sum(found.values())
 
 
 def _read_first(spec: SandboxSpec) -> str:
