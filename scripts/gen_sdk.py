@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any
 
-from cpuos import Client, Job, Network, Result, Sandbox, Shell, Snapshot, TransferReport
+from cpuos import Client, Job, Network, Result, Sandbox, Shell, Snapshot, Template, TransferReport
 from cpuos import errors as errors_module
 from cpuos.client._sync.commands import Commands
 from cpuos.client._sync.files import Files
@@ -15,6 +15,7 @@ from cpuos.client._sync.ports import Ports
 from cpuos.client._sync.pty import Pty
 from cpuos.errors import CommandFailed, CpuosError
 from cpuos.types.network import Connection, RefusedConnection, SandboxNetwork, WorkspaceNetwork
+from cpuos.types.template import TemplateInfo
 
 __all__ = ["render"]
 
@@ -50,6 +51,8 @@ _CLASSES: tuple[tuple[type[Any], str], ...] = (
     (Ports, "`sandbox.ports`"),
     (Shell, "`sandbox.shell()`"),
     (Pty, "`sandbox.pty()`"),
+    (Template, "`Template.build()`, `Template.list()`; it holds nothing itself"),
+    (TemplateInfo, "`Template.build()`, `Template.get()`"),
     (Client, "`Client()`"),
     (WorkspaceAccess, "`client.network`"),
     (WorkspaceNetwork, "`client.network.get()`, `client.network.update()`"),

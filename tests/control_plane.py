@@ -89,6 +89,7 @@ class FakeNode:
         self.calls: Counter[str] = Counter()
         self.capacity = {"cpu": 16, "memory_mib": 65536, "disk_mib": 1 << 20, "max_sandboxes": 1000}
         self.templates = ["base", "python"]
+        self.built: dict[str, bytes] = {}
         self.runtimes = [
             RuntimeFacts(name="gvisor", available=True, isolation=Isolation.GVISOR, detail="systrap"),
             RuntimeFacts(
@@ -106,6 +107,7 @@ class FakeNode:
     async def facts(self) -> NodeFacts:
         self._demand_reachable()
         templates = [TemplateFacts(name=name, digest=f"sha256:{name}", size_bytes=1) for name in self.templates]
+        templates += [TemplateFacts(name=name, digest="sha256:b", size_bytes=1, built=True) for name in self.built]
         return NodeFacts(
             node="node-1", version="0.1.0", boot_id="boot", runtimes=self.runtimes, templates=templates, **self.capacity
         )
@@ -256,6 +258,14 @@ class FakeNode:
         if snapshot not in self.snapshots_kept:
             raise NotFound(f"cannot find snapshot: {snapshot}", code="snapshot_not_found")
         return self.snapshots_kept[snapshot]
+
+    async def put_template(self, image: str, *, size: int, sha256: str, content: AsyncIterator[bytes]) -> None:
+        self._demand_reachable()
+        self.built[image] = b"".join([piece async for piece in content])
+
+    async def delete_template(self, image: str) -> None:
+        self._demand_reachable()
+        self.built.pop(image, None)
 
     async def stats(self, sandbox_id: str) -> SandboxStats:
         self._demand_reachable()

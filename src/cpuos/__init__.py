@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         AsyncSandbox,
         AsyncShell,
         AsyncSnapshot,
+        AsyncTemplate,
         Client,
         Job,
         Network,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         Sandbox,
         Shell,
         Snapshot,
+        Template,
         TransferReport,
     )
     from cpuos.errors import CommandFailed, CpuosError
@@ -40,6 +42,7 @@ __all__ = [
     "AsyncSandbox",
     "AsyncShell",
     "AsyncSnapshot",
+    "AsyncTemplate",
     "Client",
     "CommandFailed",
     "CpuosError",
@@ -49,6 +52,7 @@ __all__ = [
     "Sandbox",
     "Shell",
     "Snapshot",
+    "Template",
     "TransferReport",
     "client",
     "errors",

@@ -97,6 +97,8 @@ class Settings(BaseSettings):
     disk_reserve_mib: int = Field(2048, ge=0)
     """Space of the state directory's file system that is never promised to sandboxes."""
 
+    template_max_mib: int = Field(8192, ge=64)
+    """Size of a template that a workspace builds."""
     output_head_bytes: int = Field(128 << 20, ge=1 << 10)
     """Recorded bytes kept from the start of each output stream."""
     output_tail_bytes: int = Field(128 << 20, ge=1 << 10)

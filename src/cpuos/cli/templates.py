@@ -1,33 +1,188 @@
-"""template ls."""
+"""template: build, ls, inspect, rm."""
 
 from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cpuos.cli.groups import command_group
 from cpuos.cli.hints import as_root
 from cpuos.cli.output import JsonOption, current_output
+from cpuos.cli.sandboxes import parse_pairs
+from cpuos.cli.streams import GuestWriter
+from cpuos.errors import InvalidRequest
 
-__all__ = ["list_templates", "register"]
+if TYPE_CHECKING:
+    from cpuos.types.template import TemplateInfo
+
+__all__ = ["build_template", "inspect_template", "list_templates", "register", "remove_template"]
+
+NameArgument = Annotated[str, typer.Argument(help="Name of a template.", metavar="NAME")]
+# Of a build file; the same as of `Template.build`.
+_FIELDS = ("name", "from", "files", "apt", "pip", "run", "env", "start", "ready", "cpu", "memory", "disk", "timeout")
 
 
 def register(app: typer.Typer) -> None:
     group = command_group("Prepared images that sandboxes start from.")
+    group.command("build")(build_template)
     group.command("ls")(list_templates)
+    group.command("inspect")(inspect_template)
+    group.command("rm")(remove_template)
     app.add_typer(group, name="template")
+
+
+def build_template(
+    ctx: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="Build file (TOML); options add to it.", metavar="FILE")] = None,
+    name: Annotated[str | None, typer.Option(help="What sandboxes call it.")] = None,
+    parent: Annotated[str | None, typer.Option("--from", help="Template to start from (default base).")] = None,
+    copy: Annotated[
+        list[str] | None, typer.Option("--copy", help="LOCAL:PATH, a file or folder into the image; may be repeated.")
+    ] = None,
+    apt: Annotated[list[str] | None, typer.Option(help="Package of the distribution; may be repeated.")] = None,
+    pip: Annotated[list[str] | None, typer.Option(help="Python package; may be repeated.")] = None,
+    run: Annotated[list[str] | None, typer.Option(help="Command, as root; may be repeated.")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; may be repeated.")] = None,
+    start: Annotated[str | None, typer.Option(help="Command that runs in each new sandbox.")] = None,
+    ready: Annotated[str | None, typer.Option(help="What a create waits for: port:8000.")] = None,
+    timeout: Annotated[str | None, typer.Option(help="Longest time of the build (default 30m).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build a template in a sandbox of its own, and print its name.
+
+    The output of its steps comes on stderr. The same again on the same parent is there at once.
+    """
+    from cpuos import Client, Template
+
+    output = current_output(ctx)
+    values = _read_file(file) if file is not None else {}
+    given = {"name": name, "from": parent, "start": start, "ready": ready, "timeout": timeout}
+    values |= {key: value for key, value in given.items() if value is not None}
+    for key, more in (("apt", apt), ("pip", pip), ("run", run)):
+        values[key] = [*values.get(key, ()), *(more or ())]
+    values["env"] = {**values.get("env", {}), **parse_pairs(env, option="--env")}
+    values["files"] = {**values.get("files", {}), **_read_copies(copy)}
+    if "name" not in values:
+        raise InvalidRequest(
+            "cannot build template: it has no name",
+            "--name, or name in the build file",
+            hint="cpuos template build --name mine --apt ffmpeg",
+        )
+    writer = GuestWriter(sys.stderr)
+
+    def tell(line: str) -> None:
+        writer.write(f"{line}\n".encode())
+
+    parent = values.pop("from", None)
+    with Client() as client:
+        try:
+            built = Template.build(
+                values.pop("name"), from_=parent, on_output=None if output.json else tell, client=client, **values
+            )
+        finally:
+            writer.close()
+    if output.json:
+        output.data(built)
+        return
+    output.line(built.name)
+    output.progress(f"{built.size_bytes >> 20} MiB, {built.digest}; use it: cpuos create --template {built.name}")
 
 
 def list_templates(ctx: typer.Context, as_json: JsonOption = False) -> None:
     """List the templates that sandboxes can start from."""
-    from cpuos import Client
+    from cpuos import Client, Template
 
     output = current_output(ctx)
     with Client() as client:
-        templates = client.templates()
+        templates = Template.list(client=client)
     if output.json:
         output.data({"templates": templates})
         return
-    rows = [(template["name"], f"{template['size_bytes'] >> 20} MiB", template["digest"]) for template in templates]
-    output.table(
-        ("NAME", "SIZE", "DIGEST"), rows, empty=f"no template is installed; make them with: {as_root('cpuos setup')}"
-    )
+    rows = [
+        (template.name, "built here" if template.built else "installed", _size(template.size_bytes), template.digest)
+        for template in templates
+    ]
+    empty = f"no template is installed; make them with: {as_root('cpuos setup')}"
+    output.table(("NAME", "ORIGIN", "SIZE", "DIGEST"), rows, empty=empty)
+
+
+def inspect_template(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) -> None:
+    """Show what a template is made of."""
+    from cpuos import Client, Template
+
+    output = current_output(ctx)
+    with Client() as client:
+        template = Template.get(name, client=client)
+    if output.json:
+        output.data(template)
+    else:
+        output.table(("FIELD", "VALUE"), _rows(template))
+
+
+def remove_template(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) -> None:
+    """Remove a template that this workspace has built.
+
+    Refused while live sandboxes were started from it.
+    """
+    from cpuos import Client, Template
+
+    output = current_output(ctx)
+    with Client() as client:
+        Template.delete(name, client=client)
+    if output.json:
+        output.data({"name": name})
+    else:
+        output.line(name)
+
+
+def _rows(template: TemplateInfo) -> list[tuple[str, str]]:
+    rows = [("name", template.name), ("digest", template.digest), ("size", _size(template.size_bytes))]
+    if not template.built:
+        return [*rows, ("origin", "installed")]
+    rows += [("parent", f"{template.parent} {template.parent_digest}"), ("built", f"{template.created_at:%F %T}Z")]
+    rows += [("step", step) for step in template.steps]
+    rows += [("file", f"{path} sha256:{digest}") for path, digest in sorted(template.files.items())]
+    rows += [("env", f"{key}={value}") for key, value in sorted(template.env.items())]
+    rows += [(key, value) for key, value in (("start", template.start), ("ready", template.ready)) if value]
+    rows += [("left out", f"{dropped.path}: {dropped.what}") for dropped in template.dropped]
+    more = template.dropped_count - len(template.dropped)
+    return [*rows, ("left out", f"{more} more")] if more > 0 else rows
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes >> 20} MiB"
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise InvalidRequest(f"cannot read the build file: {file}", error.strerror or str(error)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read the build file: {file}", f"it is not TOML: {error}") from error
+    unknown = sorted(values.keys() - set(_FIELDS))
+    if unknown:
+        raise InvalidRequest(
+            f"cannot read the build file: unknown field {unknown[0]!r}", f"it has: {', '.join(_FIELDS)}"
+        )
+    files = values.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(local, str) for local in files.values()):
+        raise InvalidRequest("cannot read the build file: files", 'it is a table: "/opt/app.py" = "app.py"')
+    # Paths in a build file are from where it lies.
+    return {**values, "files": {path: file.parent / local for path, local in files.items()}}
+
+
+def _read_copies(copies: list[str] | None) -> dict[str, Path]:
+    found = {}
+    for text in copies or []:
+        local, _, path = text.rpartition(":")
+        if not local or not path.startswith("/"):
+            raise InvalidRequest(
+                f"cannot read --copy: {text!r}", "it is written LOCAL:/PATH/IN/THE/IMAGE", hint="--copy app:/opt/app"
+            )
+        found[path] = Path(local)
+    return found

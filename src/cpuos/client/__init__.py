@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from cpuos.client._async.sandbox import AsyncSandbox
     from cpuos.client._async.shell import AsyncShell
     from cpuos.client._async.snapshot import AsyncSnapshot
+    from cpuos.client._async.template import AsyncTemplate
     from cpuos.client._stdin import PIPE
     from cpuos.client._sync.client import Client
     from cpuos.client._sync.job import Job
     from cpuos.client._sync.sandbox import Sandbox
     from cpuos.client._sync.shell import Shell
     from cpuos.client._sync.snapshot import Snapshot
+    from cpuos.client._sync.template import Template
     from cpuos.client._tree import TransferReport
     from cpuos.client.network import Network
     from cpuos.client.result import Result
@@ -28,6 +30,7 @@ __all__ = [
     "AsyncSandbox",
     "AsyncShell",
     "AsyncSnapshot",
+    "AsyncTemplate",
     "Client",
     "Job",
     "Network",
@@ -35,6 +38,7 @@ __all__ = [
     "Sandbox",
     "Shell",
     "Snapshot",
+    "Template",
     "TransferReport",
 ]
 
@@ -45,6 +49,7 @@ _HOMES = {
     "AsyncSandbox": "_async.sandbox",
     "AsyncShell": "_async.shell",
     "AsyncSnapshot": "_async.snapshot",
+    "AsyncTemplate": "_async.template",
     "Client": "_sync.client",
     "Job": "_sync.job",
     "Network": "network",
@@ -52,6 +57,7 @@ _HOMES = {
     "Sandbox": "_sync.sandbox",
     "Shell": "_sync.shell",
     "Snapshot": "_sync.snapshot",
+    "Template": "_sync.template",
     "TransferReport": "_tree",
 }
 

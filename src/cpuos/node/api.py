@@ -19,9 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cpuos.errors import CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
+from cpuos.errors import Conflict, CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
 from cpuos.node.facts import NodeFactsReader
 from cpuos.node.service import NodeService
+from cpuos.node.template_store import TemplateStore
 from cpuos.types.node import (
     NodeGeneration,
     NodeNetworkUpdate,
@@ -49,6 +50,7 @@ class _Call:
     request: Request
     service: NodeService
     facts: NodeFactsReader
+    store: TemplateStore
 
     @property
     def sandbox_id(self) -> str:
@@ -129,6 +131,20 @@ async def _get_stats(call: _Call) -> BaseModel:
     return await call.service.stats(call.sandbox_id)
 
 
+async def _put_template(call: _Call) -> None:
+    """The body is the image; it may be large and is not held in memory."""
+    digest = call.request.query_params.get("sha256", "")
+    size, image = int(call.number("size")), call.request.path_params["image"]
+    await call.store.put(image, call.request.stream(), size=size, sha256=digest)
+
+
+async def _delete_template(call: _Call) -> None:
+    image = call.request.path_params["image"]
+    if any(facts.template == image for facts in call.service.list()):
+        raise Conflict(f"cannot delete template image {image}", "sandboxes run from it", code="template_in_use")
+    await call.store.delete(image)
+
+
 async def _get_changes(call: _Call) -> dict[str, Any]:
     wait_s = min(call.number("wait_s", 0.0), MAX_WAIT_S)
     seq, changes = await call.service.changes.after(int(call.number("after", 0)), wait_s=wait_s)
@@ -150,16 +166,18 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/v1/sandboxes/{sandbox_id}/snapshot", _snapshot_sandbox),
     ("GET", "/v1/snapshots", _list_snapshots),
     ("DELETE", "/v1/snapshots/{snapshot}", _delete_snapshot),
+    ("PUT", "/v1/templates/{image}", _put_template),
+    ("DELETE", "/v1/templates/{image}", _delete_template),
     ("GET", "/v1/changes", _get_changes),
 ]
 
 
-def create_api(service: NodeService, facts: NodeFactsReader) -> Starlette:
+def create_api(service: NodeService, facts: NodeFactsReader, store: TemplateStore) -> Starlette:
     """The application; who may connect is checked by the protocol class in front of it."""
 
     def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            return await _answer(handler, _Call(request=request, service=service, facts=facts))
+            return await _answer(handler, _Call(request=request, service=service, facts=facts, store=store))
 
         return answer
 

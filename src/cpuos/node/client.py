@@ -35,6 +35,8 @@ __all__ = ["Changes", "DialClient", "Dialled", "LocalNodeClient", "NodeClient"]
 
 # An answer is one packet: statement, signature and key in base64 stay far below it.
 DIAL_PACKET_BYTES = 16 << 10
+# Between two pieces of an image, and for the node to have it on its disk.
+TEMPLATE_S = 120.0
 # Memory and disks of many GiB on a slow volume.
 MOVE_S = 600.0
 
@@ -67,6 +69,14 @@ class NodeClient(Protocol):
     async def update_network(self, sandbox_id: str, *, generation: int, policy: EffectivePolicy) -> None:
         """Returns when the policy is in place and connections that it forbids are cut. May be repeated; a version older
         than the one in force is `stale_policy`, and changes nothing."""
+        ...
+
+    async def put_template(self, image: str, *, size: int, sha256: str, content: AsyncIterator[bytes]) -> None:
+        """Keep the image of a build; refused unless it has this size and digest."""
+        ...
+
+    async def delete_template(self, image: str) -> None:
+        """Refused while a sandbox runs from it; nothing there is fine."""
         ...
 
     async def stats(self, sandbox_id: str) -> SandboxStats: ...
@@ -149,6 +159,13 @@ class LocalNodeClient:
         body = NodeNetworkUpdate(generation=generation, policy=policy).model_dump(mode="json")
         await self._call("PUT", f"/v1/sandboxes/{sandbox_id}/network", body=body)
 
+    async def put_template(self, image: str, *, size: int, sha256: str, content: AsyncIterator[bytes]) -> None:
+        query = {"size": size, "sha256": sha256}
+        await self._call("PUT", f"/v1/templates/{image}", query=query, content=content, timeout_s=TEMPLATE_S)
+
+    async def delete_template(self, image: str) -> None:
+        await self._call("DELETE", f"/v1/templates/{image}")
+
     async def stats(self, sandbox_id: str) -> SandboxStats:
         return SandboxStats.model_validate(await self._call("GET", f"/v1/sandboxes/{sandbox_id}/stats"))
 
@@ -202,11 +219,12 @@ class LocalNodeClient:
         *,
         body: Any = None,
         query: dict[str, Any] | None = None,
+        content: AsyncIterator[bytes] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
         timeout = self._timeout_s if timeout_s is None else timeout_s
         try:
-            answer = await self._http.request(method, path, json=body, params=query, timeout=timeout)
+            answer = await self._http.request(method, path, json=body, content=content, params=query, timeout=timeout)
         except httpx2.TransportError as error:
             raise _unreachable(self._socket, error) from error
         if answer.status_code == 204:

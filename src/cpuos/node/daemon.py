@@ -41,6 +41,7 @@ from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.service import NodeService
 from cpuos.node.steps import Checkpoint
 from cpuos.node.storage import DiskStore, enter_mount_namespace, mount_alone
+from cpuos.node.template_store import TemplateStore
 from cpuos.node.templates import Templates
 from cpuos.plugins import RuntimeHost, load_runtimes
 from cpuos.runtimes.base import Runtime
@@ -68,6 +69,7 @@ class NodeParts:
 class _Node:
     service: NodeService
     facts: NodeFactsReader
+    store: TemplateStore
 
 
 def main() -> None:
@@ -143,7 +145,12 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     identity = load_identity(settings.node_identity_key)
     runtimes = RuntimeTable(parts.runtimes)
-    templates = Templates(settings.template_dir)
+    built = settings.node_state_dir / "templates"
+    templates = Templates(settings.template_dir, built=built)
+    store = TemplateStore(
+        built, max_bytes=settings.template_max_mib << 20, reserve_bytes=settings.disk_reserve_mib << 20
+    )
+    store.clear_partial()
     assembly = Assembly(
         workdirs=state / "sandboxes",
         agent=settings.agent_dir,
@@ -164,7 +171,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         checkpoint=parts.checkpoint,
     )
     facts = NodeFactsReader(volume=state, templates=templates, runtimes=runtimes, max_sandboxes=settings.max_sandboxes)
-    return _Node(service=service, facts=facts)
+    return _Node(service=service, facts=facts, store=store)
 
 
 async def serve(settings: Settings, *, parts: Callable[[], NodeParts]) -> None:
@@ -215,7 +222,7 @@ class _Server(uvicorn.Server):
 
 def _server_config(node: _Node, *, allowed_uids: list[int]) -> uvicorn.Config:
     return uvicorn.Config(
-        create_api(node.service, node.facts),
+        create_api(node.service, node.facts, node.store),
         http=checked_protocol(allowed_uids),
         ws="none",
         lifespan="off",

@@ -1,8 +1,9 @@
-"""The templates installed on this node, read from their manifests."""
+"""The templates of this node, read from their manifests: installed ones, and the images of builds."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import structlog
 
 from cpuos.errors import NotFound
 from cpuos.types.node import TemplateFacts
+from cpuos.types.template import BUILT_IMAGE_PATTERN
 
 __all__ = ["Template", "Templates"]
 
@@ -25,15 +27,17 @@ class Template:
 
 
 class Templates:
-    """A folder with one folder a template: `root.erofs` and `manifest.json`. Read anew at each call: they are few."""
+    """Folders with one folder a template: `root.erofs` and `manifest.json`. Read anew at each call: they are few."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, built: Path | None = None) -> None:
+        """`built` holds the images of builds, apart from what set-up made."""
         self._folder = folder
+        self._built = built
 
     def get(self, name: str) -> Template:
-        template = self._read(self._folder / name)
+        template = self._read(self._home(name) / name)
         if template is None:
-            names = ", ".join(template.name for template in self.list())
+            names = ", ".join(template.name for template in self._list(self._folder))
             raise NotFound(
                 f"cannot find template: {name!r}",
                 f"installed are: {names or 'none'}",
@@ -44,21 +48,31 @@ class Templates:
 
     def image_path(self, name: str) -> Path:
         """Where the template's image lies, also when it is not installed any more."""
-        return self._folder / name / "root.erofs"
+        return self._home(name) / name / "root.erofs"
 
     def list(self) -> list[Template]:
-        if not self._folder.is_dir():
-            return []
-        found = (self._read(folder) for folder in sorted(self._folder.iterdir()) if not folder.name.startswith("."))
-        return [template for template in found if template is not None]
+        built = [] if self._built is None else self._list(self._built)
+        return self._list(self._folder) + [template for template in built if _is_built(template.name)]
 
     def facts(self) -> list[TemplateFacts]:
-        return [TemplateFacts(name=t.name, digest=t.digest, size_bytes=t.size_bytes) for t in self.list()]
+        return [
+            TemplateFacts(name=t.name, digest=t.digest, size_bytes=t.size_bytes, built=_is_built(t.name))
+            for t in self.list()
+        ]
+
+    def _home(self, name: str) -> Path:
+        return self._built if self._built is not None and _is_built(name) else self._folder
+
+    def _list(self, home: Path) -> list[Template]:
+        if not home.is_dir():
+            return []
+        found = (self._read(folder) for folder in sorted(home.iterdir()) if not folder.name.startswith("."))
+        return [template for template in found if template is not None]
 
     def _read(self, folder: Path) -> Template | None:
         try:
             manifest = json.loads((folder / "manifest.json").read_bytes())
-            image = self.image_path(folder.name)
+            image = folder / "root.erofs"
             size_bytes = image.stat().st_size
             if manifest["name"] != folder.name or size_bytes != manifest["size"]:
                 raise ValueError("the manifest is of another template or image")
@@ -68,3 +82,7 @@ class Templates:
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("template unreadable", template=folder.name, error=str(error))
             return None
+
+
+def _is_built(name: str) -> bool:
+    return re.match(BUILT_IMAGE_PATTERN, name) is not None

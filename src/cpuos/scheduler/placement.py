@@ -65,13 +65,14 @@ def _place_on(view: NodeView, demand: Demand) -> Placement:
     facts = view.facts
     template = next((known for known in facts.templates if known.name == demand.template), None)
     if template is None:
-        known = ", ".join(sorted(known.name for known in facts.templates)) or "none"
+        # Images of builds go by their names in the server; whose they are is not for everyone.
+        names = sorted(known.name for known in facts.templates if not known.built)
         raise NotFound(
             f"cannot create sandbox: no template {demand.template!r}",
-            f"installed are: {known}",
+            f"installed are: {', '.join(names) or 'none'}",
             code="template_not_found",
-            hint="cpuos create --template " + (sorted(known.name for known in facts.templates) or ["python"])[-1],
-            details={"template": demand.template, "templates": sorted(known.name for known in facts.templates)},
+            hint="cpuos create --template " + (names or ["python"])[-1],
+            details={"template": demand.template, "templates": names},
         )
     runtime = _choose_runtime(facts, demand)
     if demand.node not in (None, facts.node):

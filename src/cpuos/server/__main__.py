@@ -117,7 +117,9 @@ def _options(settings: Settings) -> ServerOptions:
         database_url=settings.server_db_url,
         ticket_key=settings.server_ticket_key,
         data_url=lambda: settings.gateway_public_url or read_endpoint(settings.gateway_endpoint),
+        inner_data_url=lambda: read_endpoint(settings.gateway_endpoint),
         preview_url=lambda: read_endpoint(settings.preview_endpoint),
+        template_max_mib=settings.template_max_mib,
         capacity=CapacityRules(
             cpu_overcommit=settings.cpu_overcommit,
             memory_reserve_mib=settings.memory_reserve_mib,

@@ -23,10 +23,10 @@ def new_id() -> str:
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(20))
 
 
-def demand_of_request(request: SandboxCreate, *, origin: Row[Any] | None) -> Demand:
-    """What a new sandbox takes; with a snapshot to begin with, where that lies."""
+def demand_of_request(request: SandboxCreate, template: str, *, origin: Row[Any] | None) -> Demand:
+    """What a new sandbox takes; with a snapshot to begin with, where that lies. `template` is the node's name of it."""
     return Demand(
-        template=request.template,
+        template=template,
         runtime=request.runtime if origin is None else origin.runtime,
         min_isolation=request.min_isolation,
         cpu=request.cpu,
@@ -60,7 +60,7 @@ def node_request(row: Row[Any], policy: EffectivePolicy, *, origin: Row[Any] | N
     return NodeSandboxCreate(
         id=row.id,
         generation=row.generation,
-        template=row.template,
+        template=row.image or row.template,
         runtime=row.runtime,
         hostname=hostname_of(row),
         cpu=row.cpu,

@@ -40,6 +40,9 @@ from cpuos.server.reconciler import Reconciler
 from cpuos.server.settlement import Settlement
 from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
+from cpuos.server.templates.builder import Builder
+from cpuos.server.templates.guest import Gate
+from cpuos.server.templates.names import TemplateNames
 from cpuos.server.tickets import TicketSigner, load_ticket_key
 from cpuos.server.wakes import Wakes
 from cpuos.types.blocked import Exemption
@@ -63,6 +66,9 @@ class ServerOptions:
     """URL of the gateway as clients see it; None while it has published none."""
     preview_url: Callable[[], str | None] = lambda: None
     """URL of the preview domain as visitors see it: the names of previews stand before its host."""
+    inner_data_url: Callable[[], str | None] = lambda: None
+    """URL of the gateway as the server itself reaches it; None: as clients do."""
+    template_max_mib: int = 8192
     capacity: CapacityRules = field(default_factory=CapacityRules)
     create_deadline_s: float = 120.0
     """A sandbox that is not running by then is failed."""
@@ -96,6 +102,8 @@ class ControlPlane:
     pausing: Pausing
     snapshots: Snapshots
     networks: Networks
+    templates: TemplateNames
+    builder: Builder
     reconciler: Reconciler
     guard: Guard
     tasks: Tasks
@@ -206,10 +214,22 @@ async def open_control_plane(
             clock=clock,
             policy=policy,
         )
+        stack.push_async_callback(plane.builder.close)
         if reconcile:
+            plane.builder.start()
             plane.reconciler.start()
             stack.push_async_callback(plane.reconciler.stop)
         yield plane
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verbs:
+    lifecycle: Lifecycle
+    pausing: Pausing
+    snapshots: Snapshots
+    templates: TemplateNames
+    tickets: TicketSigner
+    builder: Builder
 
 
 async def _wire(
@@ -231,7 +251,7 @@ async def _wire(
     idempotency = Idempotency(clock)
     quotas = Quotas()
     networks = Networks(database, scheduler)
-    lifecycle, pausing, snapshots = _verbs(
+    verbs = _verbs(
         options,
         database,
         scheduler=scheduler,
@@ -245,14 +265,14 @@ async def _wire(
     reconciler = Reconciler(
         database=database,
         scheduler=scheduler,
-        lifecycle=lifecycle,
-        pausing=pausing,
-        wakes=Wakes(database=database, gateway=gateway, pausing=pausing, tasks=tasks, clock=clock),
-        snapshots=snapshots,
+        lifecycle=verbs.lifecycle,
+        pausing=verbs.pausing,
+        wakes=Wakes(database=database, gateway=gateway, pausing=verbs.pausing, tasks=tasks, clock=clock),
+        snapshots=verbs.snapshots,
         networks=networks,
         journal=JournalIngest(database, gateway),
         connections=_connections(options, database, records, clock),
-        settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=lifecycle),
+        settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=verbs.lifecycle),
         tasks=tasks,
         clock=clock,
         record_retention_s=options.record_retention_s,
@@ -263,11 +283,13 @@ async def _wire(
         database=database,
         scheduler=scheduler,
         gateway=gateway,
-        tickets=TicketSigner(load_ticket_key(options.ticket_key), clock),
-        lifecycle=lifecycle,
-        pausing=pausing,
-        snapshots=snapshots,
+        tickets=verbs.tickets,
+        lifecycle=verbs.lifecycle,
+        pausing=verbs.pausing,
+        snapshots=verbs.snapshots,
         networks=networks,
+        templates=verbs.templates,
+        builder=verbs.builder,
         reconciler=reconciler,
         guard=_guard(
             options,
@@ -295,12 +317,14 @@ def _verbs(
     quotas: Quotas,
     tasks: Tasks,
     clock: Clock,
-) -> tuple[Lifecycle, Pausing, Snapshots]:
+) -> _Verbs:
+    templates = TemplateNames(database, scheduler)
     lifecycle = Lifecycle(
         database=database,
         scheduler=scheduler,
         gateway=gateway,
         networks=networks,
+        templates=templates,
         audit=audit,
         quotas=quotas,
         tasks=tasks,
@@ -322,7 +346,25 @@ def _verbs(
     snapshots = Snapshots(
         database=database, scheduler=scheduler, lifecycle=lifecycle, pausing=pausing, quotas=quotas, clock=clock
     )
-    return lifecycle, pausing, snapshots
+    tickets = TicketSigner(load_ticket_key(options.ticket_key), clock)
+    builder = Builder(
+        database=database,
+        scheduler=scheduler,
+        lifecycle=lifecycle,
+        names=templates,
+        tasks=tasks,
+        clock=clock,
+        gate=Gate(tickets, lambda: options.inner_data_url() or options.data_url() or ""),
+        max_mib=options.template_max_mib,
+    )
+    return _Verbs(
+        lifecycle=lifecycle,
+        pausing=pausing,
+        snapshots=snapshots,
+        templates=templates,
+        tickets=tickets,
+        builder=builder,
+    )
 
 
 def _guard(

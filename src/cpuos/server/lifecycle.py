@@ -28,6 +28,7 @@ from cpuos.server.network import Networks
 from cpuos.server.quotas import Quotas
 from cpuos.server.states import Verb, next_state, sources, unusable
 from cpuos.server.tasks import Tasks
+from cpuos.server.templates.names import Meaning, TemplateNames
 from cpuos.types.audit import AuditResult
 from cpuos.types.node import SandboxFacts
 from cpuos.types.sandbox import SandboxCreate, SandboxState, SandboxUpdate
@@ -70,6 +71,7 @@ class Lifecycle:
         scheduler: Scheduler,
         gateway: GatewayControl,
         networks: Networks,
+        templates: TemplateNames,
         audit: Audit,
         quotas: Quotas,
         tasks: Tasks,
@@ -81,6 +83,7 @@ class Lifecycle:
         self._scheduler = scheduler
         self._gateway = gateway
         self._networks = networks
+        self._templates = templates
         self._audit = audit
         self._quotas = quotas
         self._tasks = tasks
@@ -104,14 +107,22 @@ class Lifecycle:
         intent: int | None = None,
         begun: Callable[[str], None] = lambda sandbox_id: None,
         origin: Row[Any] | None = None,
+        meaning: Meaning | None = None,
     ) -> Row[Any]:
         """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record; `origin` is
-        the snapshot that it begins with."""
+        the snapshot that it begins with, `meaning` the image of its template where that has no name yet."""
         sandbox_id = new_id()
-        placement = await self._reserve(sandbox_id, demand_of_request(request, origin=origin))
+        meaning = meaning or await self._templates.resolve(workspace, request.template, origin=origin)
+        placement = await self._reserve(sandbox_id, demand_of_request(request, meaning.on_node, origin=origin))
         async with self._at_work(sandbox_id) as (creation, undo):
             row = await self._insert(
-                sandbox_id, request, placement=placement, workspace=workspace, actor=actor, intent=intent
+                sandbox_id,
+                request,
+                placement=placement,
+                meaning=meaning,
+                workspace=workspace,
+                actor=actor,
+                intent=intent,
             )
             self._scheduler.commit(sandbox_id)
             begun(sandbox_id)
@@ -262,6 +273,7 @@ class Lifecycle:
         request: SandboxCreate,
         *,
         placement: Placement,
+        meaning: Meaning,
         workspace: str,
         actor: str,
         intent: int | None,
@@ -274,6 +286,8 @@ class Lifecycle:
             "id": sandbox_id,
             "workspace": workspace,
             "state": SandboxState.CREATING.value,
+            "template": meaning.name,
+            "image": meaning.image,
             "template_digest": placement.template_digest,
             "runtime": placement.runtime,
             "isolation": placement.isolation.value,

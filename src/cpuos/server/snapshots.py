@@ -102,7 +102,7 @@ class Snapshots:
         values = {
             **{
                 name: getattr(row, name)
-                for name in ("workspace", "runtime", "node", "template_digest", "network", *_SHAPE)
+                for name in ("workspace", "runtime", "node", "image", "template_digest", "network", *_SHAPE)
             },
             "id": snapshot_id,
             "name": request.name,

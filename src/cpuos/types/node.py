@@ -119,6 +119,9 @@ class TemplateFacts(Answer):
     name: str
     digest: str
     size_bytes: int
+    built: bool = False
+    """Made by a build of a workspace; on a node it has the image's name, which only the server knows to whom it
+    belongs."""
 
 
 class NodeFacts(Answer):

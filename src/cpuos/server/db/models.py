@@ -12,6 +12,7 @@ __all__ = [
     "ApiKey",
     "AuditRow",
     "Base",
+    "BuildRow",
     "ConnectionRow",
     "IdempotencyRow",
     "JournalCursor",
@@ -20,6 +21,7 @@ __all__ = [
     "SandboxRow",
     "ServerStart",
     "SnapshotRow",
+    "TemplateRow",
     "UtcDateTime",
     "Workspace",
 ]
@@ -109,6 +111,8 @@ class SandboxRow(Base):
     generation: Mapped[int] = mapped_column(default=1)
     template: Mapped[str] = mapped_column(String(63))
     template_digest: Mapped[str] = mapped_column(default="")
+    image: Mapped[str | None] = mapped_column(String(63))
+    """How the node calls the template's image, where that is not the template's name: see `TemplateRow`."""
     runtime: Mapped[str] = mapped_column(String(16))
     isolation: Mapped[str] = mapped_column(String(16))
     isolation_detail: Mapped[str]
@@ -174,6 +178,7 @@ class SnapshotRow(Base):
     memory: Mapped[bool]
     size_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
     template: Mapped[str] = mapped_column(String(63))
+    image: Mapped[str | None] = mapped_column(String(63))
     template_digest: Mapped[str] = mapped_column(default="")
     runtime: Mapped[str] = mapped_column(String(16))
     node: Mapped[str] = mapped_column(String(63))
@@ -306,3 +311,32 @@ class ServerStart(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     at: Mapped[datetime]
     version: Mapped[str] = mapped_column(String(32))
+
+
+class TemplateRow(Base):
+    """A name for the image of a build; several may name one image. Installed templates have no row."""
+
+    __tablename__ = "templates"
+    __table_args__ = (Index("ix_templates_workspace_key", "workspace", "key"),)
+
+    workspace: Mapped[str] = mapped_column(ForeignKey("workspaces.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    image: Mapped[str] = mapped_column(String(63))
+    """The node's name of it."""
+    key: Mapped[str] = mapped_column(String(64))
+    """Of all that went into the build."""
+    manifest: Mapped[dict[str, Any]]
+    """`TemplateInfo`."""
+
+
+class BuildRow(Base):
+    __tablename__ = "builds"
+    __table_args__ = (Index("ix_builds_state", "state"),)
+
+    id: Mapped[str] = mapped_column(String(20), primary_key=True)
+    workspace: Mapped[str] = mapped_column(ForeignKey("workspaces.id"))
+    sandbox: Mapped[str | None] = mapped_column(String(20))
+    state: Mapped[str] = mapped_column(String(16))
+    build: Mapped[dict[str, Any]]
+    """`Build`, as last told."""
+    created_at: Mapped[datetime]

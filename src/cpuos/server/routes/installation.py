@@ -5,9 +5,9 @@ from __future__ import annotations
 from cpuos.errors import Unavailable
 from cpuos.scheduler.base import NodeView
 from cpuos.server.routes.called import Plane
-from cpuos.types.installation import Amount, Capacity, Health, Node, NodeList, TemplateList
+from cpuos.types.installation import Amount, Capacity, Health, Node, NodeList
 
-__all__ = ["get_capacity", "get_health", "list_nodes", "list_templates"]
+__all__ = ["get_capacity", "get_health", "list_nodes", "views"]
 
 
 async def get_health(plane: Plane) -> Health:
@@ -15,16 +15,16 @@ async def get_health(plane: Plane) -> Health:
     return await plane.health()
 
 
-async def list_templates(plane: Plane) -> TemplateList:
-    templates = {template.name: template for view in await _views(plane) for template in view.facts.templates}
-    return TemplateList(templates=[templates[name] for name in sorted(templates)])
-
-
 async def list_nodes(plane: Plane) -> NodeList:
     reachable = await plane.refresh_nodes()
     return NodeList(
         nodes=[
-            Node(name=view.facts.node, reachable=reachable, **view.facts.model_dump(exclude={"node", "boot_id"}))
+            Node(
+                name=view.facts.node,
+                reachable=reachable,
+                templates=[template for template in view.facts.templates if not template.built],
+                **view.facts.model_dump(exclude={"node", "boot_id", "templates"}),
+            )
             for view in plane.scheduler.nodes()
         ]
     )
@@ -32,25 +32,26 @@ async def list_nodes(plane: Plane) -> NodeList:
 
 async def get_capacity(plane: Plane) -> Capacity:
     """What may be promised to sandboxes in all, and what is."""
-    views = await _views(plane)
+    known = await views(plane)
 
     def amount(name: str) -> Amount:
         return Amount(
-            total=sum(getattr(view.total, name) for view in views),
-            reserved=sum(getattr(view.reserved, name) for view in views),
+            total=sum(getattr(view.total, name) for view in known),
+            reserved=sum(getattr(view.reserved, name) for view in known),
         )
 
     return Capacity(**{name: amount(name) for name in ("sandboxes", "cpu", "memory_mib", "disk_mib")})
 
 
-async def _views(plane: Plane) -> list[NodeView]:
+async def views(plane: Plane) -> list[NodeView]:
+    """The nodes with fresh facts where these can be had; an error when there is none."""
     await plane.refresh_nodes()
-    views = list(plane.scheduler.nodes())
-    if not views:
+    known = list(plane.scheduler.nodes())
+    if not known:
         raise Unavailable(
             "cannot tell: no node is known",
             "the node daemon has not answered since the server started",
             code="node_unavailable",
             hint="cpuos up",
         )
-    return views
+    return known

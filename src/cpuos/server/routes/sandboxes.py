@@ -38,6 +38,8 @@ async def create_sandbox(body: SandboxCreate, plane: Plane, call: Called) -> San
     row = await plane.snapshots.create_sandbox(
         body, workspace=actor.workspace, actor=actor.id, intent=intent, begun=call.begin
     )
+    if row.snapshot is None:
+        await plane.builder.begin(row, actor=actor.id)
     return SandboxCreated(sandbox=sandbox_of(row), access=plane.access(row, actor=actor.id))
 
 

@@ -6,7 +6,7 @@ from cpuos.server.auth import Permission as P
 from cpuos.server.guard import Route
 from cpuos.server.routes.access import create_access, create_link
 from cpuos.server.routes.audit import list_audit
-from cpuos.server.routes.installation import get_capacity, get_health, list_nodes, list_templates
+from cpuos.server.routes.installation import get_capacity, get_health, list_nodes
 from cpuos.server.routes.network import (
     get_sandbox_network,
     get_workspace_network,
@@ -34,6 +34,15 @@ from cpuos.server.routes.snapshots import (
     list_snapshots,
     pause_sandbox,
     resume_sandbox,
+)
+from cpuos.server.routes.templates import (
+    create_build,
+    delete_build,
+    delete_template,
+    get_build,
+    get_template,
+    list_templates,
+    update_build,
 )
 
 __all__ = ["ROUTES"]
@@ -65,6 +74,12 @@ ROUTES: tuple[Route, ...] = (
     Route(method="PUT",    path="/v1/workspace/network",      handler=update_workspace_network, permission=P.WORKSPACE_WRITE, audit="workspace.network"),
     Route(method="GET",    path="/v1/audit",                  handler=list_audit,     permission=P.AUDIT_READ),
     Route(method="GET",    path="/v1/templates",              handler=list_templates, permission=P.NODES_READ),
+    Route(method="GET",    path="/v1/templates/{name}",       handler=get_template,   permission=P.NODES_READ),
+    Route(method="DELETE", path="/v1/templates/{name}",       handler=delete_template, permission=P.SANDBOXES_WRITE, audit="template.delete"),
+    Route(method="POST",   path="/v1/builds",                 handler=create_build,   permission=P.SANDBOXES_WRITE,  audit="template.build", status=201),
+    Route(method="GET",    path="/v1/builds/{build}",         handler=get_build,      permission=P.SANDBOXES_READ),
+    Route(method="PATCH",  path="/v1/builds/{build}",         handler=update_build,   permission=P.SANDBOXES_WRITE,  audit="build.update"),
+    Route(method="DELETE", path="/v1/builds/{build}",         handler=delete_build,   permission=P.SANDBOXES_WRITE,  audit="build.cancel"),
     Route(method="GET",    path="/v1/nodes",                  handler=list_nodes,     permission=P.NODES_READ),
     Route(method="GET",    path="/v1/capacity",               handler=get_capacity,   permission=P.NODES_READ),
     Route(method="GET",    path="/v1/health",                 handler=get_health,     permission=None),

@@ -1,0 +1,185 @@
+"""AsyncTemplate: prepared images that sandboxes start from; build, list, get, delete."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from urllib.parse import quote
+
+from cpuos.client._async.client import AsyncClient
+from cpuos.client._async.connection import AsyncGateway, make_ticket
+from cpuos.client._async.files import AsyncFiles
+from cpuos.client._async.job import AsyncJob
+from cpuos.client._backend_async import call_blocking, call_each, shielded, sleep
+from cpuos.client._parse import make_request, parse_answer
+from cpuos.client._recipe import RecipeFile, read_recipe_files
+from cpuos.client._sink import LineCallback
+from cpuos.errors import CpuosError, error_from_body
+from cpuos.types.installation import TemplateList
+from cpuos.types.node import TemplateFacts
+from cpuos.types.template import Build, BuildCreated, BuildStep, StepState, TemplateBuild, TemplateInfo
+from cpuos.types.units import parse_duration_s, parse_size_mib
+
+__all__ = ["AsyncTemplate"]
+
+_POLL_S = 0.2
+_CREATE_S = 120.0
+_CANCEL_S = 60.0
+
+
+class AsyncTemplate:
+    """Prepared images that sandboxes start from. A workspace's own are made by `build`."""
+
+    @classmethod
+    async def build(
+        cls,
+        name: str,
+        *,
+        from_: str | None = None,
+        files: Mapping[str, Any] | None = None,
+        apt: Sequence[str] | None = None,
+        pip: Sequence[str] | None = None,
+        run: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        start: str | None = None,
+        ready: str | None = None,
+        cpu: int | None = None,
+        memory: str | int | None = None,
+        disk: str | int | None = None,
+        timeout: str | float | None = None,
+        on_output: LineCallback | None = None,
+        client: AsyncClient | None = None,
+    ) -> TemplateInfo:
+        """Build a template on top of another (`from_`, default "base") and answer its manifest.
+
+        In this order: `files` are laid down (path of the image to text, bytes, or a `Path` of this machine; a folder's
+        with all below it), `apt` and `pip` packages installed, the `run` commands run, all as root in a sandbox of
+        its own. `env` holds there and in every sandbox of the template. `start` runs in each new one; a create waits
+        for `ready`, such as "port:8000". The same again on the same parent is there at once. `on_output` gets the
+        build's output, line by line. A failed build raises `build_failed`, names its step and leaves nothing; an
+        interrupted one is cancelled.
+        """
+        found = await call_blocking(read_recipe_files, files)
+        values: dict[str, Any] = {
+            "name": name,
+            "from_": from_,
+            "files": [file.values() for file in found] or None,
+            "apt": None if apt is None else list(apt),
+            "pip": None if pip is None else list(pip),
+            "run": None if run is None else list(run),
+            "env": None if env is None else dict(env),
+            "start": start,
+            "ready": ready,
+            "cpu": cpu,
+            "memory_mib": None if memory is None else parse_size_mib(memory, name="memory"),
+            "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
+            "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
+        }
+        values = {field: value for field, value in values.items() if value is not None}
+        body = make_request(TemplateBuild, values, doing="build template")
+        async with _client(client) as used:
+            return await cls._build(used, body, found, on_output)
+
+    @classmethod
+    async def list(cls, *, client: AsyncClient | None = None) -> builtins.list[TemplateFacts]:
+        """Those of the installation and those of the workspace, by name."""
+        async with _client(client) as used:
+            return parse_answer(TemplateList, (await used.server.call("GET", "/v1/templates")).body).templates
+
+    @classmethod
+    async def get(cls, name: str, *, client: AsyncClient | None = None) -> TemplateInfo:
+        """Its manifest: digest, parent, steps, what the image had to leave out."""
+        async with _client(client) as used:
+            return parse_answer(TemplateInfo, (await used.server.call("GET", _path(name))).body)
+
+    @classmethod
+    async def delete(cls, name: str, *, client: AsyncClient | None = None) -> None:
+        """Remove one that the workspace has built; refused (`template_in_use`) while live sandboxes run from it."""
+        async with _client(client) as used:
+            await used.server.call("DELETE", _path(name))
+
+    @classmethod
+    async def _build(
+        cls, client: AsyncClient, body: bytes, files: builtins.list[RecipeFile], on_output: LineCallback | None
+    ) -> TemplateInfo:
+        answer = await client.server.call(
+            "POST", "/v1/builds", content=body, repeatable=False, read_timeout_s=_CREATE_S
+        )
+        created = parse_answer(BuildCreated, answer.body)
+        build = created.build
+        try:
+            if build.sandbox is not None and created.access is not None:
+                ticket = make_ticket(created.access, answer)
+                gateway = AsyncGateway(client.http, client.server, sandbox_id=build.sandbox, ticket=ticket)
+                if files:
+                    build = await _upload(client, gateway, build, files)
+                build = await _follow(client, gateway, build, on_output)
+        except BaseException:
+            if not build.state.ended:
+                await shielded(_cancel, client, build.id, timeout_s=_CANCEL_S)
+            raise
+        if build.error is not None:
+            raise error_from_body({"error": build.error.model_dump(by_alias=True)})
+        assert build.template is not None
+        return build.template
+
+
+async def _upload(client: AsyncClient, gateway: AsyncGateway, build: Build, files: list[RecipeFile]) -> Build:
+    there = AsyncFiles(gateway, client.server)
+    for file in files:
+        if isinstance(file.content, bytes):
+            await there.write(file.path, file.content, mode=file.mode, user="root")
+        else:
+            with file.content.open("rb") as content:
+                await there.write(file.path, content, mode=file.mode, user="root")
+    answer = await client.server.call("PATCH", f"/v1/builds/{build.id}", content=b'{"uploaded": true}')
+    return parse_answer(Build, answer.body)
+
+
+async def _follow(client: AsyncClient, gateway: AsyncGateway, build: Build, on_output: LineCallback | None) -> Build:
+    """Until it has ended; each step's title and output are told in order."""
+    told = 0
+    while True:
+        for step in build.steps[told:]:
+            if step.state is StepState.PENDING:
+                break
+            await _tell(gateway, step, on_output)
+            told += 1
+        if build.state.ended:
+            return build
+        await sleep(_POLL_S)
+        build = parse_answer(Build, (await client.server.call("GET", f"/v1/builds/{build.id}")).body)
+
+
+async def _tell(gateway: AsyncGateway, step: BuildStep, on_output: LineCallback | None) -> None:
+    if on_output is None:
+        return
+    await call_each(on_output, [f"== {step.name}: {step.text}"])
+    if step.command is None:
+        return
+    # What the packer says on stdout is for the server.
+    on_stdout = None if step.name == "pack" else on_output
+    job = AsyncJob(gateway, None, command_id=step.command, on_stdout=on_stdout, on_stderr=on_output)
+    with suppress(CpuosError):  # the build itself tells how it ended
+        await job.wait()
+
+
+async def _cancel(client: AsyncClient, build_id: str) -> None:
+    with suppress(CpuosError):  # it ends by its own time
+        await client.server.call("DELETE", f"/v1/builds/{build_id}")
+
+
+@asynccontextmanager
+async def _client(client: AsyncClient | None) -> AsyncIterator[AsyncClient]:
+    """The one given, or one for this call."""
+    if client is not None:
+        yield client
+        return
+    async with AsyncClient() as own:
+        yield own
+
+
+def _path(name: str) -> str:
+    return f"/v1/templates/{quote(name, safe='')}"

@@ -1,0 +1,1 @@
+"""Templates that workspaces build: names, recipes, builds."""

@@ -1,0 +1,52 @@
+"""Errors of builds: which step, and the end of what it wrote."""
+
+from __future__ import annotations
+
+from cpuos.errors import CpuosError, InvalidRequest, LimitReached
+from cpuos.server.templates.guest import Guest
+from cpuos.server.templates.recipe import TOO_LARGE_EXIT
+from cpuos.types.command import Command
+from cpuos.types.template import Build
+
+__all__ = ["build_failed", "output_end", "step_failed", "too_large"]
+
+_OUTPUT_END = 2000
+
+
+async def step_failed(guest: Guest, command: Command, *, build: Build, step: str) -> CpuosError:
+    tail = await output_end(guest, command.id)
+    if step == "pack" and command.exit_code == TOO_LARGE_EXIT:
+        return too_large(build, tail.strip()[-300:])
+    how = f"exit code {command.exit_code}" if command.exit_code is not None else command.status.value
+    why = f"{command.reason or how}; the end of its output: {tail}" if tail else command.reason or how
+    return build_failed(build, step, why, output=tail)
+
+
+async def output_end(guest: Guest, command_id: str) -> str:
+    """The end of what a command wrote, its control characters replaced."""
+    ends = [await guest.output_end(command_id, stream=stream, limit=_OUTPUT_END) for stream in ("stdout", "stderr")]
+    text = "\n".join(end.decode(errors="replace").strip() for end in ends if end.strip())
+    return _printable(text)[-_OUTPUT_END:]
+
+
+def build_failed(build: Build, step: str, why: str, *, output: str = "") -> InvalidRequest:
+    text = next((shown.text for shown in build.steps if shown.name == step), "")
+    return InvalidRequest(
+        f"cannot build template {build.name!r}: step {step!r} failed ({_printable(text)})",
+        why,
+        code="build_failed",
+        details={"step": step, "output": output},
+    )
+
+
+def too_large(build: Build, why: str) -> LimitReached:
+    return LimitReached(
+        f"cannot build template {build.name!r}: its image would be too large",
+        why,
+        hint="remove what the steps leave behind, or ask the operator for a higher template_max_mib",
+        details={"limit": "template_size"},
+    )
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
