@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import ClassVar
 
 import pytest
 
@@ -36,7 +37,7 @@ class TestFakeConformance(SandboxConformance):
 class TestFakeLifecycle(LifecycleConformance):
     """Its processes stand still and go on; they cannot be in two places."""
 
-    known_failures = {
+    known_failures: ClassVar[dict[str, str]] = {
         "test_processes_go_on_in_each_clone": "a process of this machine cannot be copied",
         "test_a_time_limit_stands_still_while_it_is_paused": "its agent stands still too, and the clock goes on",
     }

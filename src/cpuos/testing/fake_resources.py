@@ -53,12 +53,12 @@ class FakeDisks:
         """Nothing is ever frozen."""
 
     async def copy(self, sandbox_id: str, *, to: Path) -> None:
-        await asyncio.to_thread(shutil.copytree, self.path(sandbox_id) / "workspace", to, symlinks=True)
+        await asyncio.to_thread(_copy, self.path(sandbox_id) / "workspace", to)
 
     async def create_from(self, sandbox_id: str, *, image: Path, size_mib: int) -> Path:
         await self.create(sandbox_id, size_mib=size_mib)
         workspace = self.path(sandbox_id) / "workspace"
-        await asyncio.to_thread(shutil.copytree, image, workspace, symlinks=True, dirs_exist_ok=True)
+        await asyncio.to_thread(_copy, image, workspace)
         return self.path(sandbox_id)
 
     async def remove(self, sandbox_id: str) -> None:
@@ -118,3 +118,12 @@ class FakeSlots:
 
     async def leftovers(self) -> list[str]:
         return sorted(os.listdir(self._folder))
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """With owners, as a disk's image has them."""
+    shutil.copytree(folder, target, symlinks=True, dirs_exist_ok=True)
+    if os.geteuid() == 0:
+        for path in [folder, *folder.rglob("*")]:
+            status = path.lstat()
+            os.chown(target / path.relative_to(folder), status.st_uid, status.st_gid, follow_symlinks=False)

@@ -1,0 +1,238 @@
+"""What every runtime that can pause must do: pause, resume, snapshots and clones, asked through the public SDK.
+
+A test module subclasses `LifecycleConformance` as it does `SandboxConformance`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from cpuos import Client, Sandbox, Snapshot
+from cpuos.errors import Conflict, CpuosError, InvalidRequest, NotFound, SandboxGone
+from cpuos.testing.waiting import wait_until
+from cpuos.types.sandbox import SandboxState
+
+__all__ = ["LifecycleConformance"]
+
+# Counts in memory alone and tells each number once.
+COUNTER = "n=0; while true; do n=$((n+1)); echo $n; sleep 0.05; done"
+
+
+class LifecycleConformance:
+    """Each test has a sandbox of its own: what it leaves must not hide what the next one should find."""
+
+    known_failures: ClassVar[dict[str, str]] = {}
+    create_options: ClassVar[dict[str, Any]] = {
+        **{"template": "base", "memory": "256MiB", "disk": "256MiB", "cpu": 1, "timeout": "10m"}
+    }
+
+    @pytest.fixture(autouse=True)
+    def _known_failure(self, request: pytest.FixtureRequest) -> None:
+        reason = self.known_failures.get(request.node.originalname)
+        if reason:
+            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    @pytest.fixture
+    def sandbox(self, client: Client) -> Iterator[Sandbox]:
+        with Sandbox.create(client=client, **self.create_options) as sandbox:
+            yield sandbox
+
+    # pause and resume
+
+    def test_processes_and_files_come_back(self, sandbox: Sandbox) -> None:
+        sandbox.exec("mkdir -p deep && echo kept > deep/file && echo tmp > /tmp/outside", check=True)
+        job = sandbox.spawn(COUNTER)
+        wait_until(lambda: job.output().count(b"\n") > 5)
+        sandbox.pause()
+        assert sandbox.state is SandboxState.PAUSED
+        assert sandbox.expires_at is None
+        sandbox.resume()
+        assert (sandbox.state, sandbox.info.reason) == (SandboxState.RUNNING, "")
+        before = job.output().count(b"\n")
+        wait_until(lambda: job.output().count(b"\n") > before + 5)
+        numbers = job.output().decode().split()
+        assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
+        assert sandbox.exec("cat deep/file /tmp/outside", check=True).stdout == "kept\ntmp\n"
+        job.kill()
+
+    def test_both_verbs_can_be_repeated(self, sandbox: Sandbox) -> None:
+        for _ in range(3):
+            sandbox.pause()
+            sandbox.pause()
+            sandbox.resume()
+            sandbox.resume()
+        assert sandbox.exec("echo here").stdout == "here\n"
+
+    def test_a_call_resumes_it(self, sandbox: Sandbox) -> None:
+        sandbox.files.write("data", b"bytes")
+        for call in (
+            lambda: sandbox.exec("cat data", check=True).stdout_raw,
+            lambda: sandbox.files.read("data"),
+            lambda: sandbox.shell().run("cat data").stdout_raw,
+        ):
+            sandbox.pause()
+            assert call() == b"bytes"
+            wait_until(lambda: sandbox.refresh().state is SandboxState.RUNNING)
+
+    def test_one_that_is_not_to_be_resumed_by_calls_says_so(self, client: Client) -> None:
+        with Sandbox.create(client=client, auto_resume=False, **self.create_options) as sandbox:
+            sandbox.pause()
+            with pytest.raises(CpuosError) as caught:
+                sandbox.exec("true")
+            assert caught.value.code == "sandbox_paused"
+            assert sandbox.refresh().state is SandboxState.PAUSED
+            sandbox.resume()
+            assert sandbox.exec("echo here").stdout == "here\n"
+
+    def test_a_waiting_client_gets_every_byte_over_a_pause(self, sandbox: Sandbox) -> None:
+        lines: list[str] = []
+        job = sandbox.spawn("for n in $(seq 1 60); do echo $n; sleep 0.05; done; exit 3", on_stdout=lines.append)
+        wait_until(lambda: job.output().count(b"\n") > 10)
+        sandbox.pause()
+        sandbox.resume()
+        result = job.wait(timeout=60)
+        assert (result.status, result.exit_code) == ("exited", 3)
+        assert result.stdout == "".join(f"{number}\n" for number in range(1, 61))
+        assert lines == [str(number) for number in range(1, 61)]
+
+    def test_a_time_limit_stands_still_while_it_is_paused(self, sandbox: Sandbox) -> None:
+        job = sandbox.spawn("sleep 1.5; echo done", timeout=4)
+        sandbox.pause()
+        time.sleep(5)  # time itself is what is tested
+        sandbox.resume()
+        result = job.wait(timeout=30)
+        assert (result.status, result.stdout) == ("exited", "done\n")
+
+    def test_the_clock_is_right_at_once(self, sandbox: Sandbox) -> None:
+        sandbox.pause()
+        time.sleep(2)  # time itself is what is tested
+        sandbox.resume()
+        before = time.time()
+        told = float(sandbox.exec("date +%s.%N", check=True).stdout)
+        assert before - 0.5 < told < time.time() + 0.5
+
+    def test_kill_of_a_paused_one(self, sandbox: Sandbox) -> None:
+        sandbox.pause()
+        sandbox.kill()
+        assert sandbox.state is SandboxState.STOPPED
+        with pytest.raises(SandboxGone):
+            sandbox.resume()
+
+    def test_session_time_stands_still(self, sandbox: Sandbox) -> None:
+        sandbox.set_timeout("60s")
+        sandbox.pause()
+        left = sandbox.info.left_s
+        assert left is not None
+        assert 50 < left <= 60
+        sandbox.set_timeout("500s")
+        sandbox.resume()
+        assert sandbox.expires_at is not None
+        assert 490 < sandbox.expires_at.timestamp() - time.time() <= 500
+
+    # snapshots and clones
+
+    def test_a_snapshot_is_a_moment(self, client: Client, sandbox: Sandbox) -> None:
+        sandbox.files.write("a", b"then")
+        with_snapshot = sandbox.snapshot()
+        try:
+            sandbox.files.write("a", b"now")
+            with Sandbox.create(snapshot=with_snapshot, client=client) as other:
+                assert other.files.read("a") == b"then"
+                other.files.write("a", b"other")
+                assert sandbox.files.read("a") == b"now"
+                assert (other.info.memory_mib, other.info.template) == (256, "base")
+            with Sandbox.create(snapshot=with_snapshot, client=client) as third:
+                assert third.files.read("a") == b"then"
+        finally:
+            with_snapshot.delete()
+
+    def test_a_snapshot_of_a_paused_one(self, client: Client, sandbox: Sandbox) -> None:
+        sandbox.files.write("a", b"kept")
+        sandbox.pause()
+        snapshot = sandbox.snapshot()
+        try:
+            assert sandbox.refresh().state is SandboxState.PAUSED
+            with Sandbox.create(snapshot=snapshot, client=client) as other:
+                assert other.files.read("a") == b"kept"
+            assert sandbox.files.read("a") == b"kept"
+        finally:
+            snapshot.delete()
+
+    def test_processes_go_on_in_each_clone(self, sandbox: Sandbox) -> None:
+        sandbox.exec(f"({COUNTER}) > /workspace/count 2>/dev/null & disown", check=True)
+        wait_until(lambda: sandbox.files.read("count").count(b"\n") > 3)
+        clones = sandbox.fork(3)
+        for clone in clones:
+            first = clone.files.read("count").count(b"\n")
+            wait_until(lambda clone=clone, first=first: clone.files.read("count").count(b"\n") > first + 3)
+            numbers = clone.files.read("count").decode().split()
+            assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
+        for clone in clones:
+            clone.kill()
+        first = sandbox.files.read("count").count(b"\n")
+        wait_until(lambda: sandbox.files.read("count").count(b"\n") > first + 3)
+
+    def test_clones_are_not_each_other(self, sandbox: Sandbox) -> None:
+        """What would tie them together differs: names, machine ids, randomness; and so do their files."""
+        told = "hostname; echo $(cat /etc/machine-id); cat /proc/sys/kernel/random/uuid; head -c 8 /dev/urandom | od -An -tx8"
+        clones = sandbox.fork(3)
+        answers = [one.exec(told, check=True).stdout.splitlines() for one in (sandbox, *clones)]
+        for column in zip(*answers, strict=True):
+            assert len(set(column)) == 4, column
+        for number, clone in enumerate(clones):
+            clone.files.write("own", b"%d" % number)
+        assert [clone.files.read("own") for clone in clones] == [b"0", b"1", b"2"]
+        assert not sandbox.files.exists("own")
+        for clone in clones:
+            clone.kill()
+
+    def test_files_alone(self, client: Client, sandbox: Sandbox) -> None:
+        sandbox.exec("echo kept > a; sleep 4711 & disown", check=True)
+        snapshot = sandbox.snapshot(memory=False)
+        try:
+            assert snapshot.info.memory is False
+            assert sandbox.exec("pgrep -fc '^sleep 4711'").stdout == "1\n"
+            with Sandbox.create(snapshot=snapshot, client=client) as other:
+                assert other.files.read("a") == b"kept\n"
+                assert other.exec("pgrep -fc '^sleep 4711'").stdout == "0\n"
+        finally:
+            snapshot.delete()
+
+    def test_a_snapshot_outlives_its_sandbox(self, client: Client) -> None:
+        with Sandbox.create(client=client, **self.create_options) as sandbox:
+            sandbox.files.write("a", b"kept")
+            snapshot = sandbox.snapshot("outlives")
+        try:
+            assert [one.id for one in Snapshot.list(sandbox=sandbox.id, client=client)] == [snapshot.id]
+            with Sandbox.create(snapshot="outlives", client=client) as other:
+                assert other.files.read("a") == b"kept"
+                with pytest.raises(InvalidRequest):
+                    Sandbox.create(snapshot="outlives", cpu=2, client=client)
+        finally:
+            snapshot.delete()
+        with pytest.raises(NotFound):
+            Snapshot.get(snapshot.id, client=client)
+
+    def test_a_clone_of_a_clone(self, client: Client, sandbox: Sandbox) -> None:
+        sandbox.files.write("a", b"1")
+        (second,) = sandbox.fork()
+        second.files.write("b", b"2")
+        second.pause()
+        (third,) = second.fork()
+        assert (third.files.read("a"), third.files.read("b")) == (b"1", b"2")
+        assert third.info.expires_at is not None
+        for one in (second, third):
+            one.kill()
+
+    def test_a_name_is_taken_once(self, sandbox: Sandbox) -> None:
+        snapshot = sandbox.snapshot("taken-once")
+        try:
+            with pytest.raises(Conflict):
+                sandbox.snapshot("taken-once")
+        finally:
+            snapshot.delete()
+        sandbox.snapshot("taken-once").delete()
