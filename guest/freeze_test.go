@@ -302,7 +302,7 @@ func TestAnotherSandboxForgets(t *testing.T) {
 		!strings.Contains(fmt.Sprint(told.Thawed.Reseeded), "10-says]") {
 		t.Errorf("%+v", told)
 	}
-	if took := time.Since(began); took > 4*time.Second {
+	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("took %s", took)
 	}
 	if said, _ := os.ReadFile(a.folder + "/said"); !strings.HasPrefix(string(said), "copy 0\n") || len(said) != 7+33 || strings.Contains(string(said), "old") {
@@ -320,9 +320,10 @@ func TestAnotherSandboxForgets(t *testing.T) {
 		t.Errorf("%s", list)
 	}
 	time.Sleep(1200 * time.Millisecond)
-	if yes := a.processes("^[RS][^ ]* *[y]es$"); !one() || yes != "1" {
-		t.Error(yes, "a program of a command that was forgotten is stopped, or its time limit still counts")
+	if yes := a.processes("^[RS][^ ]* *[y]es$"); yes != "1" {
+		t.Error("the time limit of a command that was forgotten still counts")
 	}
+	eventually(t, "it counts still", one)
 	a.freeze(nonce2)
 	a.thawAs(401, nonce2, with{"sandbox": "copy", "incarnation": 1}) // from sbx, which this is not any more
 	a.thawAs(200, nonce2, with{"sandbox": "copy", "incarnation": 1, "from": "copy"})

@@ -56,6 +56,10 @@ class Misdeed(StrEnum):
     WRONG_SANDBOX = "wrong_sandbox"
     WRONG_GENERATION = "wrong_generation"
     REFUSE_IDENTITY = "refuse_identity"
+    # freezes
+    MANY_LISTENERS = "many_listeners"  # more than a sandbox may tell
+    LYING_LISTENERS = "lying_listeners"  # ports and addresses that cannot be
+    FROZEN_FOR_EVER = "frozen_for_ever"  # says that it is frozen, whatever thaws it
     # streams (after 101)
     BAD_FRAME = "bad_frame"  # an unknown kind
     HUGE_FRAME = "huge_frame"  # a length over the contract
@@ -173,6 +177,10 @@ class HostileAgent:
             await wire.answer(self.hello())
         elif path == "/v1/commands":
             await wire.answer({"commands": []})
+        elif path == "/v1/freeze":
+            await wire.answer({"processes": 1, "listeners": [], "commands": []})
+        elif path == "/v1/thaw":
+            await wire.answer({"continued": 1})
         else:
             await wire.answer({"code": "not_found", "message": "hostile", "errno": None}, status=404)
 
@@ -181,6 +189,13 @@ class HostileAgent:
             await wire.answer(self.hello() | {"sandbox": "z" * 20})
         elif misdeed is Misdeed.WRONG_GENERATION:
             await wire.answer(self.hello() | {"generation": self._generation + 7})
+        elif misdeed is Misdeed.MANY_LISTENERS:
+            listeners = [{"port": 1 + number % 65535, "address": "127.0.0.1"} for number in range(20_000)]
+            await wire.answer({"processes": 1, "listeners": listeners, "commands": []})
+        elif misdeed is Misdeed.LYING_LISTENERS:
+            await wire.answer({"processes": -1, "listeners": [{"port": 0, "address": "<b>"}], "commands": ["../x"]})
+        elif misdeed is Misdeed.FROZEN_FOR_EVER:
+            await wire.answer(self.hello() | {"frozen": "f" * 32, "continued": 1 << 70})
         elif misdeed is Misdeed.REFUSE_IDENTITY:
             await wire.answer({"code": "identity_refused", "message": "no", "errno": None}, status=401)
         else:

@@ -155,7 +155,9 @@ async def go_agent(
     (table / "group").write_text(f"user:x:{os.getgid()}:\n")
     arguments = ["--sandbox", SANDBOX, "--node-key", base64.b64encode(dialler.public_key).decode()]
     arguments += ["--listen", f"127.0.0.1:{port}", "--user-table", str(table)]
-    alone = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "setpriv", "--bounding-set", "-sys_time")
+    # What is mounted elsewhere is not held by this namespace.
+    alone = ("unshare", "--pid", "--fork", "--propagation", "slave", "--mount-proc", "--kill-child")
+    alone += ("setpriv", "--bounding-set", "-sys_time")
     process = await asyncio.create_subprocess_exec(
         *(alone if first else ()), str(program), *arguments, stdout=asyncio.subprocess.PIPE
     )

@@ -26,6 +26,7 @@ from cpuos.testing.waiting import until
 from cpuos.types.frames import Frame, FrameDecoder, FrameKind, encode_frame
 
 FREEZE, FREEZE_2 = "f" * 32, "0" * 32
+FREEZES = [Misdeed.MANY_LISTENERS, Misdeed.LYING_LISTENERS]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces")
 
 
@@ -396,7 +397,7 @@ async def test_an_agent_that_cannot_freeze(agent_binary: Path, tmp_path: Path, d
             assert stream.stdout == b"".join(b"%d\n" % number for number in range(1, 101))
 
 
-@pytest.mark.parametrize("misdeed", CALLS)
+@pytest.mark.parametrize("misdeed", [*CALLS, *FREEZES])
 async def test_a_hostile_answer_to_a_freeze(tmp_path: Path, misdeed: Misdeed) -> None:
     async with attached(tmp_path) as (agent, rig, client):
         agent.misbehave(misdeed, at="/v1/freeze")
@@ -407,6 +408,20 @@ async def test_a_hostile_answer_to_a_freeze(tmp_path: Path, misdeed: Misdeed) ->
         agent.behave()
         await until(lambda: _attached(rig))
         assert (await client.call("GET", "/files/stat?path=/x")).status_code in (404, 502)
+
+
+async def test_a_hostile_agent_that_is_never_thawed(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (agent, rig, client):
+        assert (await rig.suspend(FREEZE)).status_code == 200
+        agent.misbehave(Misdeed.FROZEN_FOR_EVER)
+        answer = await rig.attach(wait_s=0.3)
+        assert error_code(answer) == "agent_invalid"
+        assert (await rig.activity())["suspended"]
+        waiting = asyncio.create_task(client.call("GET", "/files/stat?path=/x"))
+        await rig.wakes(wait_s=20)
+        agent.behave()
+        assert (await rig.attach()).status_code == 200
+        assert error_code(await waiting) == "agent_invalid"  # it knows no such call
 
 
 async def _attached(rig: Rig) -> bool:
