@@ -23,7 +23,7 @@ HOG = "x = []\nwhile True: x.append(bytearray(8 << 20)); x[-1][::4096] = b'x' * 
 
 @pytest.mark.parametrize("user", ["user", "root"])
 def test_a_memory_hog_is_killed_and_named(sandbox: Sandbox, user: str) -> None:
-    job = sandbox.spawn("for i in $(seq 100); do echo $i; sleep 0.2; done")
+    job = sandbox.spawn("for i in $(seq 1000); do echo $i; sleep 0.2; done")
     result = sandbox.exec(["python3", "-c", HOG], user=user, timeout=60)
     assert result.status == "oom_killed", result
     assert sandbox.exec("echo alive", check=True).stdout == "alive\n"
@@ -46,12 +46,12 @@ def test_a_fork_bomb_leaves_the_sandbox_usable(client: Client, sandbox: Sandbox,
         time.sleep(2)
         started = time.monotonic()
         assert sandbox.exec("echo neighbour", check=True).stdout == "neighbour\n"
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20
         job.kill()
-        result = job.wait(timeout=20)
+        result = job.wait(timeout=60)
         assert result.status in {"killed", "timed_out", "exited"}
         for _ in range(5):
-            assert bombed.exec("echo alive", timeout=20).stdout == "alive\n"
+            assert bombed.exec("echo alive", timeout=60).stdout == "alive\n"
 
 
 def test_the_guest_sees_its_own_limits(client: Client) -> None:
@@ -64,7 +64,7 @@ def test_the_guest_sees_its_own_limits(client: Client) -> None:
 def test_the_session_ends_at_its_time(client: Client) -> None:
     sandbox = Sandbox.create(client=client, memory="256MiB", disk="64MiB", timeout="3s")
     try:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while sandbox.refresh().state in {"running", "stopping"} and time.monotonic() < deadline:
             time.sleep(0.3)
         assert sandbox.state == "stopped"
@@ -74,18 +74,18 @@ def test_the_session_ends_at_its_time(client: Client) -> None:
 
 
 def test_a_longer_time_can_be_given(client: Client) -> None:
-    with Sandbox.create(client=client, memory="256MiB", disk="64MiB", timeout="4s") as sandbox:
+    with Sandbox.create(client=client, memory="256MiB", disk="64MiB", timeout="8s") as sandbox:
         sandbox.set_timeout("10m")
-        time.sleep(5)
+        time.sleep(9)
         assert sandbox.exec("echo on", check=True).stdout == "on\n"
 
 
 def test_too_many_commands_are_told_so(client: Client) -> None:
     with Sandbox.create(client=client, memory="1GiB", disk="64MiB", max_processes=512) as sandbox:
-        jobs = [sandbox.spawn("sleep 60") for _ in range(64)]
+        jobs = [sandbox.spawn("sleep 600") for _ in range(64)]
         assert len({job.id for job in jobs}) == 64
         with pytest.raises(LimitReached, match="64"):
-            sandbox.exec("true", timeout=5)
+            sandbox.exec("true", timeout=30)
         jobs[0].kill()
-        jobs[0].wait(timeout=10)
+        jobs[0].wait(timeout=60)
         assert sandbox.exec("echo room", check=True).stdout == "room\n"

@@ -117,43 +117,49 @@ class SandboxConformance:
         assert (result.status, result.signal, result.exit_code) == ("signalled", 11, None)
 
     def test_timeout_keeps_output_and_ends_the_tree(self, sandbox: Sandbox) -> None:
-        started = time.monotonic()
-        result = sandbox.exec("echo before; (setsid sleep 4321 &); sleep 4321 & sleep 4321", timeout=1)
-        assert time.monotonic() - started < 4
-        assert (result.status, result.stdout) == ("timed_out", "before\n")
+        limit_s = 1
+        while not sandbox.exec("test -e said").ok:  # a machine that stands still gives it no time to say anything
+            started = time.monotonic()
+            command = "echo before; touch said; (setsid sleep 4321 &); sleep 4321 & sleep 4321"
+            result = sandbox.exec(command, timeout=limit_s)
+            assert time.monotonic() - started < limit_s + 25
+            assert result.status == "timed_out"
+            limit_s *= 4
+        assert result.stdout == "before\n"
         assert sandbox.exec("pgrep -fc '^sleep 4321'").stdout == "0\n"
 
     def test_returns_at_exit_though_a_child_holds_the_output(self, sandbox: Sandbox) -> None:
         started = time.monotonic()
-        result = sandbox.exec("echo done; sleep 30 &")
-        assert time.monotonic() - started < 5
+        result = sandbox.exec("echo done; sleep 60 &")
+        assert time.monotonic() - started < 30
         assert (result.exit_code, result.stdout) == (0, "done\n")
 
     # exec: stdin and output
 
     @pytest.mark.parametrize("command", ["cat", "grep x", "read v", "python3 -c 'input()'"])
     def test_stdin_is_at_its_end(self, sandbox: Sandbox, command: str) -> None:
-        started = time.monotonic()
-        result = sandbox.exec(command, timeout=10)
-        assert result.status == "exited"
-        assert time.monotonic() - started < 5
+        assert sandbox.exec(command, timeout=30).status == "exited"
 
     @pytest.mark.parametrize("size", [0, 1, 65536, 1 << 20])
     def test_stdin_bytes_arrive(self, sandbox: Sandbox, size: int) -> None:
         data = os.urandom(size)
-        result = sandbox.exec("sha256sum; cat >/dev/null", stdin=data, timeout=20)
+        result = sandbox.exec("sha256sum; cat >/dev/null", stdin=data, timeout=60)
         assert result.stdout.split()[0] == hashlib.sha256(data).hexdigest()
 
     def test_whole_lines_reach_the_callback_as_they_come(self, sandbox: Sandbox) -> None:
-        lines: list[tuple[float, str]] = []
-        started = time.monotonic()
+        lines: list[str] = []
+
+        def take(line: str) -> None:
+            lines.append(line)
+            sandbox.files.write("heard", line)
+
         sandbox.exec(
-            "printf 'h\\303'; sleep 0.3; printf '\\251llo\\n'; sleep 1; printf last",
-            on_stdout=lambda line: lines.append((time.monotonic() - started, line)),
+            "printf 'h\\303'; sleep 0.3; printf '\\251llo\\n'; until test -e heard; do sleep 0.05; done; printf last",
+            on_stdout=take,
+            timeout=60,
             check=True,
         )
-        assert [line for _, line in lines] == ["héllo", "last"]
-        assert lines[1][0] - lines[0][0] > 0.6
+        assert lines == ["héllo", "last"]
 
     def test_large_output_keeps_head_and_tail(self, sandbox: Sandbox) -> None:
         size = 4_000_000 * self.scale
@@ -194,7 +200,7 @@ class SandboxConformance:
     def test_spawn_wait_and_output(self, sandbox: Sandbox) -> None:
         job = sandbox.spawn("echo start; sleep 0.5; echo end; exit 4")
         assert job.id in [command.id for command in sandbox.commands.list()]
-        result = job.wait(timeout=20)
+        result = job.wait(timeout=60)
         assert (result.status, result.exit_code, result.stdout) == ("exited", 4, "start\nend\n")
         assert sandbox.commands.get(job.id).output(offset=6) == b"end\n"
 
@@ -202,7 +208,7 @@ class SandboxConformance:
         job = sandbox.spawn("sleep 8765 & setsid sleep 8765 & wait")
         time.sleep(0.5)
         job.kill()
-        assert job.wait(timeout=10).status == "killed"
+        assert job.wait(timeout=60).status == "killed"
         assert sandbox.exec("pgrep -fc '^sleep 8765'").stdout == "0\n"
 
     def test_unknown_command(self, sandbox: Sandbox) -> None:
