@@ -24,6 +24,7 @@ from cpuos import Client, Sandbox
 from cpuos.errors import NotFound, PortProblem, SandboxGone
 from cpuos.testing.instance import Instance
 from cpuos.testing.memory import resident_mib
+from cpuos.testing.waiting import wait_until
 
 pytestmark = pytest.mark.gvisor
 SERVER = Path(__file__).parents[1] / "preview_server.py"
@@ -193,7 +194,7 @@ def test_c29_closing_a_port_cuts_what_is_open(instance: Instance, sandbox: Sandb
         connection.recv()
         sandbox.ports.close(3200)
         with pytest.raises(websockets.exceptions.ConnectionClosed):
-            connection.recv(timeout=10)
+            connection.recv(timeout=60)
     answer, body = page.ask("/")
     assert (answer.status, json.loads(body)["error"]["code"]) == (401, "ticket_invalid")
     assert Page(instance, sandbox.ports.url(3200)).ask("/")[0].status == 200
@@ -233,7 +234,7 @@ def test_a_gateway_that_starts_anew_shows_what_was_public(client: Client) -> Non
         public, private = Page(own, box.ports.url(3000, public=True)), Page(own, box.ports.url(3000))
         own.kill("gateway")
         own.wait_ready()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while public.ask("/")[0].status != 200:
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -254,7 +255,7 @@ def test_the_end_of_a_sandbox_ends_its_previews(instance: Instance, client: Clie
             connection.recv()
             box.kill()
             with pytest.raises(websockets.exceptions.ConnectionClosed):
-                connection.recv(timeout=10)
+                connection.recv(timeout=60)
         answer, body = page.ask("/")
         assert (answer.status, json.loads(body)["error"]["code"]) == (410, "sandbox_stopped")
         with pytest.raises(SandboxGone):
@@ -309,3 +310,37 @@ def test_the_command_line(instance: Instance, sandbox: Sandbox) -> None:
         wrong = cpuos(instance, "ports", sandbox.id, *words)
         assert wrong.returncode != 0
         assert wrong.stderr.startswith("cannot ")
+
+
+@pytest.mark.parametrize("auto_resume", [True, False])
+def test_c29_a_paused_sandbox_is_waited_for_or_says_that_it_is(
+    instance: Instance, client: Client, auto_resume: bool
+) -> None:
+    with Sandbox.create(client=client, memory="512MiB", auto_resume=auto_resume) as sandbox:
+        sandbox.files.write("/workspace/server.py", SERVER.read_bytes())
+        job = start(sandbox, 3000)
+        page = Page(instance, sandbox.ports.url(3000))
+        assert page.ask("/")[0].status == 200
+        sandbox.pause()
+        assert page.ask("/", token=False)[0].status == 401
+        assert sandbox.refresh().state == "paused", "who may not see it wakes nobody"
+        if not auto_resume:
+            answer, body = page.ask("/")
+            assert (answer.status, answer.headers["X-Cpuos-Error"]) == (503, "sandbox_paused")
+            assert int(answer.headers["Retry-After"]) > 0
+            assert "it is paused" in json.loads(body)["error"]["what"]
+            token = page.query.partition("=")[2]
+            shown, text = page.ask("/", token=False, Accept="text/html", X_Cpuos_Preview_Token=token)
+            assert (shown.status, b"Sandbox is paused" in text) == (503, True)
+            assert sandbox.refresh().state == "paused"
+            sandbox.resume()
+        answer, body = page.ask("/")
+        assert (answer.status, lines(body)["host"]) == (200, page.host)
+        wait_until(lambda: sandbox.refresh().state == "running")  # it answers before its state is written down
+        if auto_resume:
+            sandbox.pause()
+            with page.websocket() as connection:
+                connection.recv()
+                connection.send("hello")
+                assert connection.recv() == "hello"
+        assert not job.refresh().status.ended, "the server that answers is the one from before"
