@@ -1,0 +1,117 @@
+"""Random lifecycle operations of several clients on real sandboxes while server, gateway, node and sandboxes are killed
+with SIGKILL: nothing synced is lost, no state or change of state is illegal, nothing is left.
+
+`CPUOS_CHAOS_SEED` sets the seed, `CPUOS_CHAOS_OPERATIONS` how many operations.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cpuos import Client, Sandbox, Snapshot
+from cpuos.errors import SandboxGone
+from cpuos.services.health import ask
+from cpuos.testing.instance import Instance
+from cpuos.testing.waiting import wait_until
+from cpuos.types.sandbox import LIVE_STATES
+from lifecycle_chaos import SHAPE, Box, Chaos, StateHistory
+
+pytestmark = [pytest.mark.gvisor]
+IN_BETWEEN = {"creating", "pausing", "resuming", "stopping"}
+SETTLES_S = 120
+
+
+@pytest.fixture
+def own() -> Iterator[Instance]:
+    with Instance(runtime="gvisor", max_sandboxes=12) as own:
+        yield own
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        pytest.param(150, marks=pytest.mark.timeout(900)),
+        pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_random_operations(own: Instance, operations: int) -> None:
+    seed = int(os.environ.get("CPUOS_CHAOS_SEED") or random.randrange(1 << 32))
+    operations = int(os.environ.get("CPUOS_CHAOS_OPERATIONS") or operations)
+    print(f"CPUOS_CHAOS_SEED={seed}")
+    history = StateHistory(own)
+    chaos = Chaos(own, seed=seed, operations=operations)
+    chaos.run()
+    print(dict(sorted(chaos.tally.items())))
+    own.wait_ready()
+    client = own.client()
+    wait_until(lambda: not in_between(client), within_s=SETTLES_S)
+    assert chaos.faults == []
+    all_known_are_whole(chaos, client)
+    all_end(own, client)
+    assert chaos.faults == []
+    assert history.illegal() == []
+    lost = [move for move in history.moves() if move[2] == "lost"]
+    assert all(reason and was != "paused" for _, was, _, reason in lost), lost
+    nothing_is_left(own, client, history)
+
+
+def in_between(client: Client) -> list[str]:
+    boxes = [f"{box.id} {box.state.value}" for box in Sandbox.list(client=client) if box.state.value in IN_BETWEEN]
+    snaps = [
+        f"{snap.id} {snap.state}" for snap in Snapshot.list(client=client) if snap.state in ("creating", "deleting")
+    ]
+    return boxes + snaps
+
+
+def all_known_are_whole(chaos: Chaos, client: Client) -> None:
+    infos = {info.id: info for info in Sandbox.list(state="all", client=client)}
+    for box in chaos.boxes.values():
+        info = infos[box.id]
+        if info.state.value in ("paused", "running"):
+            try:
+                chaos.look(box, client)
+            except SandboxGone:
+                assert box.shot, f"{box.id} is gone and nobody killed it"
+        else:
+            assert (info.state.value, box.shot) == ("lost", True), f"{box.id}: {info}"
+    unknown = [info.id for info in infos.values() if info.state in LIVE_STATES and info.id not in chaos.boxes]
+    told_of_killed = sum(
+        amount for name, amount in chaos.tally.items() if name.startswith("kill: ") and name != "kill: ok"
+    )
+    assert len(unknown) <= 2 * chaos.unknown_outcomes + told_of_killed, unknown
+    for snap in chaos.snaps.values():
+        with Sandbox.create(snapshot=snap.id, client=client) as sandbox:
+            copy = Box(id=sandbox.id, acknowledged=set(snap.acknowledged), tried=set(snap.tried), count=snap.count)
+            chaos.look(copy, client)
+
+
+def all_end(own: Instance, client: Client) -> None:
+    for info in Sandbox.list(client=client):
+        Sandbox.connect(info.id, client=client).kill()
+    for snap in Snapshot.list(client=client):
+        Snapshot.get(snap.id, client=client).delete()
+    assert Sandbox.list(client=client) == []
+    with Sandbox.create(client=client, **SHAPE) as sandbox:
+        assert sandbox.exec("echo works").stdout == "works\n"
+
+
+def nothing_is_left(own: Instance, client: Client, history: StateHistory) -> None:
+    def left() -> list[str]:
+        _, body = ask(own.settings.node_socket, "/v1/sandboxes", timeout_s=30)
+        store = os.listdir(own.settings.node_state_dir / "snapshots")
+        found = [f"on the node: {facts}" for facts in body["sandboxes"] if facts["alive"]]
+        found += [f"image {name}" for name in store]
+        found += [f"open intent: {number}" for number in range(history.open_intents())]
+        capacity = client.get_json("/v1/capacity")
+        found += [f"{name} reserved: {told}" for name, told in capacity.items() if told["reserved"]]
+        return found + own.leftovers()
+
+    deadline = time.monotonic() + SETTLES_S
+    while (found := left()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert found == []

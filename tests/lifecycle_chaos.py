@@ -1,0 +1,402 @@
+"""Random lifecycle operations of several clients while parts and sandboxes are killed, and what must hold all along.
+
+Each sandbox's files are known: what was acknowledged as synced must be there, nothing that was never tried may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cpuos import Client, Sandbox, Snapshot
+from cpuos.errors import ERRORS, CpuosError
+from cpuos.server.states import TRANSITIONS
+from cpuos.testing.instance import Instance
+
+__all__ = ["SHAPE", "Box", "Chaos", "Snap", "StateHistory"]
+
+SHAPE = {"template": "base", "cpu": 1, "memory": "256MiB", "disk": "64MiB", "timeout": "1h"}
+MAX_BOXES, MAX_SNAPS, CLIENTS = 5, 3, 4
+CALL_S = 200.0
+# Without a fork: for a moment that would be a second process of its name.
+_COUNTER = """mkfifo /tmp/never; exec -a chaos-counter bash -c '
+exec 3<>/tmp/never; n=0; while :; do n=$((n+1)); echo $n >/tmp/n; read -t 1 -u 3; done'"""
+_WRITE = """set -e; mkdir -p c ~/c; yes {name} | head -n {lines} > ~/c/{name}
+cp ~/c/{name} c/.{name}; sync c/.{name}; mv c/.{name} c/{name}; sync c"""
+_LOOK = """pgrep -fc '^chaos-counte[r]'; echo $(cat /tmp/n)
+cd /workspace/c && sha256sum f-* || true; echo; cd ~/c && sha256sum f-* || true"""
+_LINES = 500
+# Parts are away, states change under a call, a sandbox was killed: answers that say so. All else is a fault.
+_AWAY = {"server_unavailable", "gateway_unavailable", "node_unavailable", "idempotency_in_progress"}
+_MOVED = {"wrong_state", "sandbox_paused", "freeze_failed", "agent_unresponsive"}
+_ENDED = {"sandbox_lost", "sandbox_stopped"}
+_SNAPSHOTS = {"snapshot_not_found", "snapshot_in_use"}
+
+
+@dataclass(kw_only=True)
+class Box:
+    """A sandbox as its clients know it."""
+
+    id: str
+    acknowledged: set[str] = field(default_factory=set)
+    """Files that must be there."""
+    tried: set[str] = field(default_factory=set)
+    """Files that may be there."""
+    count: int | None = None
+    """What its counting process had come to; None: it has none."""
+    shot: bool = False
+    """Its process was killed by SIGKILL."""
+    ended: bool = False
+    """Its kill was asked for."""
+    pauses: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snap:
+    id: str
+    acknowledged: frozenset[str]
+    tried: frozenset[str]
+    count: int | None
+    """None: it was saved without processes."""
+
+
+class StateHistory:
+    """All changes of state that the server's database ever saw, written down by the database itself."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._path = instance.settings.server_state_dir / "cpuos.db"
+        with self._open() as database:
+            database.executescript(
+                """CREATE TABLE chaos_history (sandbox TEXT, was TEXT, becomes TEXT, reason TEXT);
+                CREATE TRIGGER chaos_states AFTER UPDATE OF state ON sandboxes WHEN OLD.state <> NEW.state BEGIN
+                INSERT INTO chaos_history VALUES (NEW.id, OLD.state, NEW.state, NEW.reason); END;"""
+            )
+
+    def moves(self) -> list[tuple[str, str, str, str]]:
+        with self._open() as database:
+            return database.execute("SELECT * FROM chaos_history ORDER BY rowid").fetchall()
+
+    def illegal(self) -> list[tuple[str, str, str, str]]:
+        legal = {(was.value, then.value) for was, verbs in TRANSITIONS.items() for then in verbs.values()}
+        return [move for move in self.moves() if move[1:3] not in legal]
+
+    def open_intents(self) -> int:
+        with self._open() as database:
+            return int(database.execute("SELECT count(*) FROM open_intents").fetchone()[0])
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """While the server runs: the files beside the database are its own then."""
+        database = sqlite3.connect(self._path, timeout=30)
+        try:
+            with database:
+                yield database
+        finally:
+            database.close()
+
+
+class Chaos:
+    """`run` does so many operations; `faults` has what should never have come."""
+
+    def __init__(self, instance: Instance, *, seed: int, operations: int) -> None:
+        self.instance = instance
+        self.seed = seed
+        self.operations = operations
+        self.boxes: dict[str, Box] = {}
+        self.snaps: dict[str, Snap] = {}
+        self.faults: list[str] = []
+        self.tally: Counter[str] = Counter()
+        self.unknown_outcomes = 0
+        """Creates, forks and snapshots that may have been made though their caller was not told."""
+        self._begun = 0
+        self._names = 0
+        self._lock = threading.Condition()
+
+    def run(self) -> None:
+        killer = threading.Thread(target=self._guard, args=("killer", self._kill_parts))
+        clients = [
+            threading.Thread(target=self._guard, args=(f"client {number}", self._client, number))
+            for number in range(CLIENTS)
+        ]
+        for thread in [killer, *clients]:
+            thread.start()
+        killer.join()
+        # A command waits with its paused sandbox for someone to resume it.
+        waker = self.instance.client()
+        while any(client.is_alive() for client in clients):
+            for client in clients:
+                client.join(0.5)
+            with contextlib.suppress(CpuosError):
+                for info in Sandbox.list(state="paused", client=waker):
+                    Sandbox.connect(info.id, client=waker).resume()
+
+    def wrong(self, fault: str) -> None:
+        with self._lock:
+            self.faults.append(fault)
+
+    def _guard(self, name: str, work: Callable[..., None], *args: object) -> None:
+        try:
+            work(*args)
+        except BaseException as error:  # a thread's end must not go unseen
+            self.wrong(f"{name}: {type(error).__name__}: {error}")
+            with self._lock:
+                self._begun = self.operations
+                self._lock.notify_all()
+
+    # what is killed
+
+    def _kill_parts(self) -> None:
+        dice = random.Random(f"{self.seed} killer")
+        at = 0
+        while True:
+            at += dice.randint(6, 14)
+            with self._lock:
+                self._lock.wait_for(lambda at=at: self._begun >= min(at, self.operations))
+                if self._begun >= self.operations:
+                    return
+            time.sleep(dice.uniform(0, 0.5))  # somewhere in what runs now
+            what = dice.choice(["server", "gateway", "node", "sandbox", "sandbox", "two"])
+            self.tally[f"kill {what}"] += 1
+            if what == "sandbox":
+                self._shoot(dice)
+            else:
+                for part in dice.sample(["server", "gateway", "node"], 2) if what == "two" else [what]:
+                    self.instance.kill(part)
+                self.instance.wait_ready()
+
+    def _shoot(self, dice: random.Random) -> None:
+        with self._lock:
+            alive = [box for box in self.boxes.values() if not (box.shot or box.ended)]
+        if len(alive) < 2:
+            return
+        box = dice.choice(sorted(alive, key=lambda box: box.id))
+        with contextlib.suppress(OSError, TypeError, KeyError, ValueError):  # it is paused, or in between
+            pid = self.instance.sandbox_process(box.id)
+            process = os.pidfd_open(pid)
+            try:
+                if box.id in Path(f"/proc/{pid}/cmdline").read_text() or self.instance.sandbox_process(box.id) == pid:
+                    box.shot = True
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
+
+    # what clients do
+
+    def _client(self, number: int) -> None:
+        dice = random.Random(f"{self.seed} client {number}")
+        client = self.instance.client()
+        verbs: dict[Callable[[random.Random, Client], None], int] = {
+            self.create: 8,
+            self.write: 30,
+            self.check: 12,
+            self.pause: 15,
+            self.resume: 8,
+            self.snapshot: 8,
+            self.create_from_snapshot: 7,
+            self.fork: 4,
+            self.kill: 5,
+            self.delete_snapshot: 4,
+        }
+        while True:
+            with self._lock:
+                if self._begun >= self.operations:
+                    return
+                self._begun += 1
+                self._lock.notify_all()
+            verb = dice.choices(list(verbs), weights=list(verbs.values()))[0]
+            with self._lock:
+                if not self.boxes:
+                    verb = self.create
+                elif len(self.boxes) >= MAX_BOXES and verb in (self.create, self.create_from_snapshot, self.fork):
+                    verb = self.kill
+                elif len(self.snaps) >= MAX_SNAPS and verb == self.snapshot:
+                    verb = self.delete_snapshot
+                elif not self.snaps and verb in (self.create_from_snapshot, self.delete_snapshot):
+                    verb = self.snapshot
+            verb(dice, client)
+
+    def create(self, dice: random.Random, client: Client) -> None:
+        with self._call("create", makes=True):
+            sandbox = Sandbox.create(client=client, **SHAPE)
+            self._add(Box(id=sandbox.id))
+            with self._call("count", box=self.boxes[sandbox.id]):
+                sandbox.spawn(_COUNTER)
+                self.boxes[sandbox.id].count = 0
+
+    def create_from_snapshot(self, dice: random.Random, client: Client) -> None:
+        snap = self._pick_snap(dice)
+        if snap is None:
+            return
+        with self._call("create from snapshot", makes=True, allowed=_SNAPSHOTS):
+            self._add(self._born(Sandbox.create(snapshot=snap.id, timeout="1h", client=client).id, snap))
+
+    def fork(self, dice: random.Random, client: Client) -> None:
+        if (box := self._pick(dice)) is None:
+            return
+        with self._call("fork", box=box, makes=True):
+            with self._lock:
+                acknowledged, count = frozenset(box.acknowledged), box.count
+            made = Sandbox.connect(box.id, client=client).fork(dice.choice([1, 1, 2]))
+            with self._lock:
+                moment = Snap(id="", acknowledged=acknowledged, tried=frozenset(box.tried), count=count)
+            for sandbox in made:
+                self._add(self._born(sandbox.id, moment))
+
+    def snapshot(self, dice: random.Random, client: Client) -> None:
+        if (box := self._pick(dice)) is None:
+            return
+        with self._call("snapshot", box=box, makes=True):
+            memory = dice.random() < 0.75
+            with self._lock:
+                acknowledged, count = frozenset(box.acknowledged), box.count if memory else None
+            made = Sandbox.connect(box.id, client=client).snapshot(memory=memory)
+            with self._lock:
+                snap = Snap(id=made.id, acknowledged=acknowledged, tried=frozenset(box.tried), count=count)
+                self.snaps[snap.id] = snap
+
+    def delete_snapshot(self, dice: random.Random, client: Client) -> None:
+        snap = self._pick_snap(dice)
+        if snap is None:
+            return
+        with self._lock:
+            self.snaps.pop(snap.id, None)  # whatever comes of it: it may be gone
+        with self._call("delete snapshot", allowed=_SNAPSHOTS):
+            Snapshot.get(snap.id, client=client).delete()
+
+    def write(self, dice: random.Random, client: Client) -> None:
+        if (box := self._pick(dice)) is None:
+            return
+        with self._lock:
+            self._names += 1
+            name = f"f-{box.id}-{self._names}"
+            box.tried.add(name)
+        with self._call("write", box=box, waits=True):
+            sandbox = Sandbox.connect(box.id, client=client)
+            result = sandbox.exec(_WRITE.format(name=name, lines=_LINES), timeout="120s")
+            if result.ok:
+                with self._lock:
+                    box.acknowledged.add(name)
+            elif result.status == "exited":
+                self.wrong(f"write in {box.id}: {result}")
+
+    def check(self, dice: random.Random, client: Client) -> None:
+        if (box := self._pick(dice)) is not None:
+            with self._call("check", box=box, waits=True):
+                self.look(box, client)
+
+    def pause(self, dice: random.Random, client: Client) -> None:
+        if (box := self._pick(dice)) is None:
+            return
+        with self._call("pause", box=box):
+            box.pauses += 1
+            Sandbox.connect(box.id, client=client).pause()
+
+    def resume(self, dice: random.Random, client: Client) -> None:
+        if (box := self._pick(dice)) is None:
+            return
+        with self._call("resume", box=box):
+            Sandbox.connect(box.id, client=client).resume()
+
+    def kill(self, dice: random.Random, client: Client) -> None:
+        if (box := self._pick(dice)) is None:
+            return
+        box.ended = True
+        with self._lock:
+            self.boxes.pop(box.id, None)
+        with self._call("kill", box=box):
+            Sandbox.connect(box.id, client=client).kill()
+
+    def look(self, box: Box, client: Client) -> None:
+        """Its files and its counting process are as they must be."""
+        with self._lock:
+            must, count = set(box.acknowledged), box.count
+        sandbox = Sandbox.connect(box.id, client=client)
+        result = sandbox.exec(_LOOK, timeout="120s")
+        if result.status != "exited":
+            return  # it was cut off, and says so
+        with self._lock:
+            may = set(box.tried)
+        text, _, root = result.stdout.partition("\n\n") if must else (result.stdout, "", "")
+        counters, counted, *workspace = text.split("\n")
+        for place, lines in (("/workspace", workspace), ("~", root.split("\n"))):
+            found = {line.split()[1]: line.split()[0] for line in lines if " " in line}
+            torn = {name for name, digest in found.items() if digest != _digest(name)}
+            if place == "~":
+                torn -= may - must  # one that is being written
+            if lost := must - found.keys():
+                self.wrong(f"{box.id} has lost of {place}: {sorted(lost)}: {result}")
+            if (strange := found.keys() - may) or torn:
+                self.wrong(f"{box.id} has in {place} what is not its own: {sorted(strange)}, or torn: {sorted(torn)}")
+        if count is not None:
+            told = int(counted or 0)
+            reason = sandbox.refresh().reason
+            if counters != "1" or (counted and told < count):
+                self.wrong(f"{box.id}: {counters} processes count, to {told}, it was {count}; {reason!r}")
+            box.count = max(count, told)
+
+    # what they have of it
+
+    def _add(self, box: Box) -> None:
+        with self._lock:
+            self.boxes[box.id] = box
+
+    def _born(self, sandbox_id: str, snap: Snap) -> Box:
+        return Box(id=sandbox_id, acknowledged=set(snap.acknowledged), tried=set(snap.tried), count=snap.count)
+
+    def _pick(self, dice: random.Random) -> Box | None:
+        with self._lock:
+            boxes = list(self.boxes.values())
+        return dice.choice(boxes) if boxes else None
+
+    def _pick_snap(self, dice: random.Random) -> Snap | None:
+        with self._lock:
+            snaps = list(self.snaps.values())
+        return dice.choice(snaps) if snaps else None
+
+    @contextlib.contextmanager
+    def _call(
+        self,
+        verb: str,
+        *,
+        box: Box | None = None,
+        makes: bool = False,
+        waits: bool = False,
+        allowed: set[str] = frozenset(),
+    ) -> Iterator[None]:
+        """A call ends with its result or an error that may come, in its time. One that `waits` does so while the
+        sandbox is paused."""
+        began, pauses = time.monotonic(), box.pauses if box else 0
+        outcome = "ok"
+        try:
+            yield
+        except CpuosError as error:
+            outcome = error.code
+            what = f"{verb} of {box.id if box else ''}: {error.code}: {error}"
+            if error.code not in ERRORS or error.code not in _AWAY | _MOVED | _ENDED | allowed | {"capacity_exceeded"}:
+                self.wrong(what)
+            if box is not None and error.code in _ENDED:
+                with self._lock:
+                    self.boxes.pop(box.id, None)
+                if not (box.shot or box.ended):
+                    self.wrong(what)
+            if makes and error.code in _AWAY:
+                self.unknown_outcomes += 1
+        took = time.monotonic() - began
+        if took > CALL_S and not (waits and box is not None and box.pauses != pauses):
+            self.wrong(f"{verb} took {took:.0f} s: {outcome}")
+        with self._lock:
+            self.tally[f"{verb}: {outcome}"] += 1
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(f"{name}\n".encode() * _LINES).hexdigest()
