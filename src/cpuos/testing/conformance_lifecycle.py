@@ -178,7 +178,7 @@ class LifecycleConformance:
 
     def test_clones_are_not_each_other(self, sandbox: Sandbox) -> None:
         """What would tie them together differs: names, machine ids, randomness; and so do their files."""
-        told = "hostname; echo $(cat /etc/machine-id); cat /proc/sys/kernel/random/uuid; head -c 8 /dev/urandom | od -An -tx8"
+        told = "hostname; echo $(cat /etc/machine-id); cat /proc/sys/kernel/random/uuid; od -An -N8 -tx8 /dev/urandom"
         clones = sandbox.fork(3)
         answers = [one.exec(told, check=True).stdout.splitlines() for one in (sandbox, *clones)]
         for column in zip(*answers, strict=True):
