@@ -18,7 +18,6 @@ from cpuos.node.ledger import facts_of
 from cpuos.node.lives import Lives
 from cpuos.node.refusals import could_not, incompatible, sandbox_not_found, stale_generation
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
-from cpuos.node.templates import Template
 from cpuos.runtimes.base import Capability, Probe, Process, Runtime
 from cpuos.types.node import NodeSandboxCreate, Restored, SandboxFacts
 
@@ -61,14 +60,14 @@ class Creating:
         """Returns when the sandbox's process runs. A repeat joins the first call or answers the same facts."""
         if self._answers_already(request):
             return await self.get(request.id)
-        template = self._kit.templates.get(request.template)
         runtime, probe = await self._kit.runtimes.get(request.runtime)
         with self._reading(request.snapshot):
-            saved = await self._read_snapshot(request, template, runtime=runtime)
+            saved = await self._read_snapshot(request, runtime=runtime)
+            digest = self._choose_template(request, saved)
             if self._answers_already(request):  # another call may have come meanwhile
                 return await self.get(request.id)
             self._check_room(request)
-            record = self._new_record(request, template, probe=probe)
+            record = self._new_record(request, digest, probe=probe)
             self._ledger.begin(record)
             task = self._ledger.spawn(self._create(_Plan(record=record, runtime=runtime, saved=saved)))
             self._going_on[record.id] = task
@@ -137,9 +136,13 @@ class Creating:
     def _reading(self, snapshot: str | None) -> contextlib.AbstractContextManager[None]:
         return self._kit.assembly.images.reading(snapshot) if snapshot is not None else contextlib.nullcontext()
 
-    async def _read_snapshot(
-        self, request: NodeSandboxCreate, template: Template, *, runtime: Runtime
-    ) -> Manifest | None:
+    def _choose_template(self, request: NodeSandboxCreate, saved: Manifest | None) -> str:
+        """The digest of the image to begin with: the snapshot's own build where that is here, else the installed."""
+        if saved is not None and self._kit.templates.has(saved.template, digest=saved.template_digest):
+            return saved.template_digest
+        return self._kit.templates.keep(request.template).digest
+
+    async def _read_snapshot(self, request: NodeSandboxCreate, *, runtime: Runtime) -> Manifest | None:
         """The snapshot's manifest, once it is proved to be good and to fit."""
         if request.snapshot is None:
             return None
@@ -153,19 +156,20 @@ class Creating:
                 why = f"its {name} is {getattr(saved, name)!r}, not {value!r}"
                 raise InvalidRequest(what, why, details={"field": name})
         if saved.memory and request.warm:
-            incompatible(what, saved, template=template, runtime=runtime)
+            has_template = self._kit.templates.has(saved.template, digest=saved.template_digest)
+            incompatible(what, saved, has_template=has_template, runtime=runtime)
             if Capability.PAUSE not in runtime.capabilities:
                 raise InvalidRequest(what, f"runtime {runtime.name!r} takes no memory of others")
         return saved
 
-    def _new_record(self, request: NodeSandboxCreate, template: Template, *, probe: Probe) -> Record:
+    def _new_record(self, request: NodeSandboxCreate, digest: str, *, probe: Probe) -> Record:
         return Record(
             request=request,
             stage=Stage.CREATING,
             boot_id=self._kit.boot_id,
             changed_at=self._ledger.clock(),
             session_key=secrets.token_hex(32),
-            template_digest=template.digest,
+            template_digest=digest,
             isolation=probe.isolation,
             isolation_detail=probe.detail,
         )

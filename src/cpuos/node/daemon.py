@@ -30,6 +30,7 @@ from cpuos.node.facts import NodeFactsReader
 from cpuos.node.identity import load_identity
 from cpuos.node.images import ImageStore
 from cpuos.node.journal import Journal
+from cpuos.node.kept_templates import KeptTemplates
 from cpuos.node.listening import listen
 from cpuos.node.logs import configure_logs
 from cpuos.node.memory_news import MemoryNews
@@ -164,7 +165,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         assembly=assembly,
         journal=Journal(state / "journal"),
         identity=identity,
-        templates=templates,
+        templates=KeptTemplates(state / "template-images", templates=templates),
         runtimes=runtimes,
         boot_id=host.boot_id(),
         max_sandboxes=settings.max_sandboxes,

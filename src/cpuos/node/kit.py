@@ -9,10 +9,10 @@ import structlog
 from cpuos.errors import PlatformError
 from cpuos.node.assembly import Assembly
 from cpuos.node.journal import Record, Stage
+from cpuos.node.kept_templates import KeptTemplates
 from cpuos.node.ledger import Ledger
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.steps import Checkpoint, Step
-from cpuos.node.templates import Templates
 from cpuos.runtimes.base import Runtime, SandboxSpec
 
 __all__ = ["Kit"]
@@ -27,7 +27,7 @@ class Kit:
     ledger: Ledger
     assembly: Assembly
     runtimes: RuntimeTable
-    templates: Templates
+    templates: KeptTemplates
     checkpoint: Checkpoint
     boot_id: str
     max_sandboxes: int
@@ -39,7 +39,7 @@ class Kit:
         return runtime
 
     def spec_of(self, record: Record) -> SandboxSpec:
-        image = self.templates.image_path(record.request.template)
+        image = self.templates.image(record.request.template, digest=record.template_digest)
         return self.assembly.spec_of(record, template_image=image)
 
     def held_room(self) -> int:

@@ -58,7 +58,6 @@ class Pausing:
                 raise Conflict(f"cannot resume sandbox: {sandbox_id}", f"it is {record.stage}")
             if not record.parked:  # what the pause did not come to
                 await self._lives.park(record, reason=record.pause_reason)
-            self._check_room(sandbox_id)
             saved = await self._read(record, memory=request.memory)
             newer = request.network if request.network.version >= record.policy.version else record.policy
             record = record.becomes(Stage.PAUSED, network=newer)
@@ -143,11 +142,10 @@ class Pausing:
         what = f"cannot resume sandbox: {record.id}"
         if (saved.sandbox, saved.generation) != (record.id, record.generation):
             raise PlatformError(what, "its image is that of another one", code="snapshot_damaged")
-        template = self._kit.templates.get(record.request.template)
-        runtime = self._kit.runtime_of(record)
+        has_template = self._kit.templates.has(record.request.template, digest=saved.template_digest)
         if memory:
-            incompatible(what, saved, template=template, runtime=runtime)
-        elif not saved.root or saved.template_digest != template.digest:
+            incompatible(what, saved, has_template=has_template, runtime=self._kit.runtime_of(record))
+        elif not (saved.root and has_template):
             raise Conflict(what, "its files were not saved apart from its processes", code="snapshot_incompatible")
         return saved
 
@@ -173,6 +171,9 @@ class Pausing:
         async def started(process: Process) -> None:
             nonlocal record
             record = record.becomes(Stage.RUNNING, process=process, started_at=self._ledger.clock())
+
+        self._check_room(record.id)
+        self._ledger.begin(record)  # from here on it takes room
 
         # The incarnation stays counted: a number once given is never given to another key.
         back = paused.becomes(Stage.PAUSED, incarnation=record.incarnation)

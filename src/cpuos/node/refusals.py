@@ -6,7 +6,6 @@ import errno
 
 from cpuos.errors import CapacityExceeded, Conflict, CpuosError, NotFound, PlatformError
 from cpuos.node.images import Manifest
-from cpuos.node.templates import Template
 from cpuos.runtimes.base import Runtime
 
 __all__ = ["could_not", "incompatible", "sandbox_not_found", "stale_generation", "stale_policy"]
@@ -43,11 +42,11 @@ def could_not(verb: str, sandbox_id: str, error: BaseException) -> CpuosError:
     return PlatformError(f"cannot {verb} sandbox: {sandbox_id}", f"{type(error).__name__}: {error}")
 
 
-def incompatible(what: str, saved: Manifest, *, template: Template, runtime: Runtime) -> None:
+def incompatible(what: str, saved: Manifest, *, has_template: bool, runtime: Runtime) -> None:
     """Raise unless processes that were saved so can go on here."""
     why = ""
-    if saved.template_digest != template.digest:
-        why = f"template {template.name!r} was built anew since: its processes' programs are not there any more"
+    if not has_template:
+        why = f"this node has no template {saved.template!r} of that build any more, with its processes' programs"
     elif saved.runtime_version != runtime.image_version:
         why = f"it was made by {runtime.name} {saved.runtime_version}, and this node has {runtime.image_version}"
     if why:

@@ -12,6 +12,7 @@ from cpuos.node.changes import ChangeFeed
 from cpuos.node.creating import Creating
 from cpuos.node.identity import NodeIdentity, SignedStatement
 from cpuos.node.journal import Journal, Record, Stage
+from cpuos.node.kept_templates import KeptTemplates
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import Ledger, facts_of
 from cpuos.node.lives import Lives
@@ -20,7 +21,6 @@ from cpuos.node.refusals import could_not, stale_generation, stale_policy
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.snapshots import Snapshots
 from cpuos.node.steps import Checkpoint, Step, run_steps
-from cpuos.node.templates import Templates
 from cpuos.node.upkeep import Upkeep
 from cpuos.runtimes.base import GuestLink
 from cpuos.types.network import EffectivePolicy
@@ -57,7 +57,7 @@ class NodeService:
         assembly: Assembly,
         journal: Journal,
         identity: NodeIdentity,
-        templates: Templates,
+        templates: KeptTemplates,
         runtimes: RuntimeTable,
         boot_id: str,
         max_sandboxes: int,

@@ -39,9 +39,11 @@ class Upkeep:
         await asyncio.to_thread(self._kit.assembly.images.sweep)
         await asyncio.gather(*(self._recover(record) for record in await self._ledger.load()))
         await self._remove_orphans()
+        await asyncio.to_thread(self._drop_templates)
 
     def start(self) -> None:
         """Begin to try again, now and then, what could not be done."""
+        self._ledger.spawn(asyncio.to_thread(self._finish_images))
         self._sweeper = asyncio.create_task(self._sweep_for_ever())
 
     async def close(self) -> None:
@@ -138,6 +140,21 @@ class Upkeep:
 
     async def _adopt(self, record: Record, runtime: Runtime | None) -> str:
         return await self._kit.adopt(record, runtime) if runtime is not None else "its runtime is not there any more"
+
+    def _drop_templates(self) -> None:
+        """No sandbox and no image was begun with them."""
+        images = self._kit.assembly.images
+        needed = {record.template_digest for record in self._ledger.all() if record.stage is not Stage.GONE}
+        try:
+            needed |= {images.read(name).template_digest for name in images.list()}
+        except CpuosError:
+            return  # what a damaged image needs nobody knows
+        self._kit.templates.drop_except(needed)
+
+    def _finish_images(self) -> None:
+        """Digests that the last daemon did not come to."""
+        for name in self._kit.assembly.images.list():
+            self._kit.assembly.images.hash(name)
 
     async def _remove_orphans(self) -> None:
         """What is on the host under this instance's names and no record owns."""

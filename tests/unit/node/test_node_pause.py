@@ -340,14 +340,39 @@ async def test_snapshot_of_an_older_version_is_refused_and_its_files_taken(node,
         type(node.parts.runtimes["fake"]).image_version = "1"
 
 
-async def test_snapshot_of_another_build_of_the_template_is_refused(node, asking):
+async def test_template_that_is_built_anew_changes_nothing_for_what_was_saved(settings, asking):
+    manifest = settings.template_dir / "python" / "manifest.json"
+    async with fake_node(settings) as node:
+        await node.client.create(asking())
+        await snapshot(node)
+        await pause(node)
+        manifest.write_text(manifest.read_text().replace("sha256:fake", "sha256:other"))
+        (settings.template_dir / "python" / "root.erofs").unlink()
+        (settings.template_dir / "python" / "root.erofs").write_bytes(b"")
+    async with fake_node(settings) as node:
+        assert (await node.client.create(asking("b", snapshot=S))).template_digest == "sha256:fake"
+        assert (await node.client.create(asking("c"))).template_digest == "sha256:other"
+        assert (await resume(node)).template_digest == "sha256:fake"
+        kept = node.settings.node_state_dir / "template-images"
+        assert len(list(kept.iterdir())) == 2
+        for letter in "abc":
+            await node.client.delete(letter * 20, generation=1)
+        await node.client.delete_snapshot(S)
+    async with fake_node(settings) as node:
+        assert list(kept.iterdir()) == []
+
+
+async def test_snapshot_of_a_build_that_is_gone_is_refused(node, asking):
     await node.client.create(asking())
     await snapshot(node)
     manifest = node.settings.template_dir / "python" / "manifest.json"
     manifest.write_text(manifest.read_text().replace("sha256:fake", "sha256:other"))
+    node.service._kit.templates.drop_except([])
     with pytest.raises(Conflict) as caught:
         await node.client.create(asking("b", snapshot=S))
     assert caught.value.code == "snapshot_incompatible"
+    cold = await node.client.create(asking("b", snapshot=S, warm=False))
+    assert (cold.restored, cold.template_digest) == ("workspace", "sha256:other")
 
 
 async def test_damaged_snapshot_is_refused(node, asking):

@@ -1,0 +1,70 @@
+"""Images of templates by their digest, for as long as anything on this node was begun with them: a template that is
+built anew or removed changes nothing for sandboxes that are paused, and for snapshots.
+
+    template-images/<digest>.erofs    a second name of the template's image
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+
+import structlog
+
+from cpuos.node.templates import Template, Templates
+
+__all__ = ["KeptTemplates"]
+
+log = structlog.get_logger("cpuos.node")
+
+
+class KeptTemplates:
+    """A folder on the volume of the templates; where it is on another nothing is kept, and theirs are used."""
+
+    def __init__(self, folder: Path, *, templates: Templates) -> None:
+        self._folder = folder
+        self._templates = templates
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def keep(self, name: str) -> Template:
+        """The template as it is installed now, with an image that stays; errors as of `Templates.get`."""
+        while True:
+            template = self._templates.get(name)
+            kept = self._path(template.digest)
+            if kept.exists():
+                return template
+            draft = self._folder / f".{secrets.token_hex(8)}"
+            try:
+                os.link(template.image, draft)
+            except OSError as problem:
+                log.warning("template not kept", template=name, why=str(problem))
+                return template
+            # It may have been replaced between the look at its manifest and the link.
+            if self._templates.get(name).digest == template.digest:
+                draft.rename(kept)
+                return template
+            draft.unlink()
+
+    def image(self, name: str, *, digest: str) -> Path:
+        """Where the image of this digest lies: the same path for all that begin with it."""
+        kept = self._path(digest)
+        return kept if kept.exists() else self._templates.image_path(name)
+
+    def has(self, name: str, *, digest: str) -> bool:
+        """Whether `image` gives one of this digest."""
+        if self._path(digest).exists():
+            return True
+        return any(template.name == name and template.digest == digest for template in self._templates.list())
+
+    def drop_except(self, digests: Collection[str]) -> None:
+        """Remove those that nothing needs any more."""
+        needed = {self._path(digest).name for digest in digests}
+        for path in self._folder.iterdir():
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
+
+    def _path(self, digest: str) -> Path:
+        return self._folder / f"{re.sub('[^A-Za-z0-9]', '-', digest)}.erofs"
