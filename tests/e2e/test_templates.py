@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +126,52 @@ def test_what_a_hostile_build_tries(instance, client):
         assert shown.stdout == "0\n0\n"
         assert sandbox.exec("cat /opt/shadow").exit_code == 1  # a link within the image
         assert sandbox.exec("find /opt -name 'two*' | wc -l; ls /opt/loop; readlink /opt/up").stdout.startswith("2\n")
+
+
+def test_a_build_file_on_the_command_line(instance, client, tmp_path):
+    (tmp_path / "page").write_text("from a file\n")
+    (tmp_path / "template.toml").write_text(
+        """
+name = "filed"
+run = ["echo told"]
+[files]
+"/opt/page" = "page"
+"""
+    )
+
+    def cpuos(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "cpuos.cli", "template", *words]
+        return subprocess.run(argv, env=instance.environment(), capture_output=True, text=True)
+
+    built = cpuos("build", str(tmp_path / "template.toml"))
+    assert (built.stdout, built.returncode) == ("filed\n", 0), built.stderr
+    assert "== run 1: echo told\ntold\n== pack" in built.stderr
+    assert "filed" in cpuos("ls").stdout
+    shown = json.loads(cpuos("inspect", "filed", "--json").stdout)
+    assert shown["steps"] == ["files: 1 files, 0 variables", "run 1: echo told"]
+    assert "/opt/page sha256:" in cpuos("inspect", "filed").stdout
+    again = cpuos("build", "--name", "copied", "--copy", f"{tmp_path / 'page'}:/opt/page", "--run", "echo told")
+    assert (again.stdout, again.returncode) == ("copied\n", 0), again.stderr
+    assert len(images(instance)) == 1
+    failed = cpuos("build", "--name", "bad", "--run", "echo oops >&2; false")
+    assert failed.returncode == 1
+    assert "oops\ncannot build template 'bad': step 'run 1' failed" in failed.stderr
+    assert cpuos("rm", "filed").stdout == "filed\n"
+    assert cpuos("rm", "filed").returncode == 1
+
+
+def test_a_server_that_dies_ends_its_builds(instance, client):
+    body = json.dumps({"name": "orphan", "run": ["sleep 100"]}).encode()
+    build = json.loads(client.call("POST", "/v1/builds", content=body, repeatable=False).body)["build"]
+    instance.kill("server")
+    instance.wait_ready()
+    deadline = time.monotonic() + 30
+    while build["state"] != "failed" and time.monotonic() < deadline:
+        time.sleep(0.1)
+        build = client.get_json(f"/v1/builds/{build['id']}")
+    assert (build["state"], build["error"]["why"]) == ("failed", "the server was restarted")
+    while Sandbox.list(client=client) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def test_an_image_over_the_limit_is_refused(client):
