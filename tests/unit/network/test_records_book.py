@@ -37,8 +37,11 @@ class Rig:
         self.book.journal.flush()
         self.start()
 
-    def open(self, *layers: Any, sandbox: str = SANDBOX, version: int = 1, address: IPv4Address = SLOT) -> None:
-        self.book.open(sandbox, policy_of(*(layers or ["internet"]), version=version), exemptions=[], address=address)
+    def open(
+        self, *layers: Any, sandbox: str = SANDBOX, version: int = 1, address: IPv4Address = SLOT, is_new: bool = False
+    ) -> None:
+        policy = policy_of(*(layers or ["internet"]), version=version)
+        self.book.open(sandbox, policy, exemptions=[], address=address, is_new=is_new)
 
     def log(self, prefix: str, address: IPv4Address = WEB, *, sandbox: str = SANDBOX, **changes: Any) -> None:
         packet = {"protocol": "tcp", "source_port": 40000, "port": 443, "begins": True, "sequence": None, **changes}
@@ -252,6 +255,25 @@ def test_the_routers_counters_are_the_authority(rig):
     rig.book.count(SANDBOX, allowed=3, refused=10, now=rig.now)
     gaps = [(entry["verdict"], entry["count"]) for entry in rig.entries() if entry["event"] == "gap"]
     assert gaps == [("refused", 7), ("allowed", 2)]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_router_made_anew_counts_for_itself(rig, restarted):
+    """As after a pause: the sandbox had another before, with counts of its own."""
+    rig.open("off")
+    for port in range(50):
+        rig.log("d 1", port=port)
+    rig.book.count(SANDBOX, allowed=0, refused=500, now=rig.now)
+    rig.book.close(SANDBOX, now=rig.now)
+    rig.open("off", version=2, is_new=True)
+    if restarted:
+        rig.restart()
+        rig.open("off", version=2)
+    rig.log("d 2", port=1)
+    rig.book.count(SANDBOX, allowed=0, refused=101, now=rig.now)
+    rig.book.count(SANDBOX, allowed=0, refused=101, now=rig.now)
+    gaps = [entry["count"] for entry in rig.entries() if entry["event"] == "gap"]
+    assert gaps == [450, 100]
 
 
 def test_a_known_loss_is_not_told_twice(rig):

@@ -216,6 +216,7 @@ class Network:
             # An earlier daemon may have had other exceptions, or rules of another version.
             with contextlib.suppress(PlatformError, TypeError):
                 slot.counted_before = await slot.counters()
+            slot.is_found = True
             await asyncio.to_thread(slot.told.load)
             await slot.apply(policy, learned=slot.told.all(), base=self._recipe().rules(slot.plan))
             await slot.cut()

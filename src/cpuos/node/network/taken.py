@@ -33,6 +33,8 @@ class TakenSlot:
         """Guards all of these and the rules: what the forwarder learns goes by the policy it was learned under."""
         self.opened: dict[str, int] = {}
         """By worker: which of its processes has this slot."""
+        self.is_found = False
+        """An earlier daemon had it."""
         self.counted_before: Counters | None = None
         """What the rules of an earlier daemon had counted, until the records worker has heard of it."""
         self.told = ToldNames(folder)

@@ -241,6 +241,7 @@ class WorkerSet:
             policy=slot.policy,
             exemptions=list(self._config.exemptions),
             slot_address=slot.plan.address,
+            is_new=not slot.is_found and RECORDS not in slot.opened,
             learned=_told(slot),
         )
         messages = {PEEK: message.model_copy(update={"learned": []})}

@@ -83,9 +83,17 @@ class Book:
     # which sandboxes there are
 
     def open(
-        self, sandbox: str, policy: EffectivePolicy, *, exemptions: Collection[Exemption], address: IPv4Address | None
+        self,
+        sandbox: str,
+        policy: EffectivePolicy,
+        *,
+        exemptions: Collection[Exemption],
+        address: IPv4Address | None,
+        is_new: bool = False,
     ) -> None:
-        """One that is known already goes on."""
+        """One that is known already goes on. `is_new`: by a router that has counted nothing yet."""
+        if is_new and self._totals.pop(sandbox, None) is not None:
+            self.journal.keep_state()
         known = self._sandboxes.get(sandbox)
         if known is None:
             late = self._late.pop(sandbox, None)

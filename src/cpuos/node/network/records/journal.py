@@ -89,6 +89,12 @@ class RecordsJournal:
             with suppress(OSError):
                 self._begin_segment(self.last + 1)
 
+    def keep_state(self) -> None:
+        """Write the state down now: what it was before is not to be found again."""
+        self.flush()
+        with suppress(OSError):
+            self._save_state()
+
     def take_lost(self) -> dict[str, int]:
         """By sandbox: entries that were lost since the last call."""
         lost, self._lost = dict(self._lost), Counter()

@@ -88,6 +88,8 @@ class Open(Message):
     """dns answers their names itself."""
     slot_address: ipaddress.IPv4Address | None = None
     """records: the source address of its flows in the hub."""
+    is_new: bool = False
+    """records: nothing has passed this router yet. The sandbox may have had another before, that counted for itself."""
     learned: list[LearnedName] = Field(default_factory=list, max_length=4096)
     """dns and records: what an earlier forwarder told the guest, oldest first."""
 

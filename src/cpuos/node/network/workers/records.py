@@ -117,7 +117,13 @@ class RecordsWorker:
         if earlier is not None:
             self._read_log(message.sandbox, earlier, _A_DRAIN)
             self._forget(earlier.socket)
-        book.open(message.sandbox, message.policy, exemptions=message.exemptions, address=message.slot_address)
+        book.open(
+            message.sandbox,
+            message.policy,
+            exemptions=message.exemptions,
+            address=message.slot_address,
+            is_new=message.is_new,
+        )
         for row in message.learned:
             book.learn(message.sandbox, row.name, row.address)
         self._logs[message.sandbox] = log
