@@ -15,6 +15,7 @@ from cpuos.server.decide import (
     Expire,
     FailCreate,
     FinishCreate,
+    FinishMove,
     FinishStop,
     Lose,
     Record,
@@ -36,12 +37,15 @@ def record(state: SandboxState, **changes: Any) -> Record:
     return Record(id="a", state=state, **{"generation": 2, **values, **changes})
 
 
-def facts(*, alive: bool = True, generation: int = 2, reason: str = "out of memory") -> SandboxFacts:
+def facts(
+    *, alive: bool = True, generation: int = 2, reason: str = "out of memory", paused: bool = False
+) -> SandboxFacts:
     return SandboxFacts(
         id="a",
         generation=generation,
         alive=alive,
         exit_reason="" if alive else reason,
+        paused=paused,
         runtime="gvisor",
         isolation=Isolation.GVISOR,
         isolation_detail="",
@@ -74,6 +78,23 @@ TABLE: list[tuple[str, World, list[Action]]] = [
     ("running, time over", world(record(S.RUNNING, expires_at=NOW), listed=False), [Expire(**A2, reason="its time of 15m ended")]),
     ("dead and time over", world(record(S.RUNNING, expires_at=NOW), facts(alive=False), listed=False), [Lose(**A2, reason="out of memory")]),
     ("paused, time over", world(record(S.PAUSED, expires_at=NOW, timeout_s=5400), listed=False), [Expire(**A2, reason="its time of 1h30m ended")]),
+    ("paused, paused there", world(record(S.PAUSED, expires_at=None), facts(paused=True), listed=True), []),
+    ("paused, gone", world(record(S.PAUSED, expires_at=None), listed=True), [Lose(**A2, reason=GONE)]),
+    ("paused since after the list", world(record(S.PAUSED, expires_at=None, changed_at=NOW), listed=True), []),
+    ("paused, its resume came late", world(record(S.PAUSED, expires_at=None), facts(), listed=True), [FinishMove(**A2)]),
+    ("paused, being resumed", world(record(S.PAUSED, expires_at=None, busy=True), facts(alive=False), listed=True), []),
+    ("running, paused there", world(record(S.RUNNING), facts(paused=True), listed=True), [FinishMove(**A2)]),
+    ("running, being paused, paused there", world(record(S.RUNNING, busy=True), facts(paused=True), listed=True), []),
+    ("pausing, at work", world(record(S.PAUSING, busy=True), facts(alive=False), listed=True), []),
+    ("pausing, left, not told of", world(record(S.PAUSING), listed=False), [FinishMove(**A2)]),
+    ("pausing, left, runs", world(record(S.PAUSING), facts(), listed=True), [FinishMove(**A2)]),
+    ("pausing, left, paused", world(record(S.PAUSING, expires_at=NOW), facts(paused=True), listed=True), [FinishMove(**A2)]),
+    ("pausing, left, dead", world(record(S.PAUSING), facts(alive=False), listed=False), [Lose(**A2, reason="out of memory")]),
+    ("pausing, left, gone", world(record(S.PAUSING), listed=True), [Lose(**A2, reason=GONE)]),
+    ("pausing, left for long after its time", world(record(S.PAUSING, expires_at=BEFORE), listed=False), [Expire(**A2, reason="its time of 15m ended")]),
+    ("resuming, at work", world(record(S.RESUMING, expires_at=None, busy=True), facts(paused=True), listed=True), []),
+    ("resuming, left", world(record(S.RESUMING, expires_at=None), facts(paused=True), listed=True), [FinishMove(**A2)]),
+    ("resuming, left, dead", world(record(S.RESUMING, expires_at=None), facts(alive=False), listed=False), [Lose(**A2, reason="out of memory")]),
     ("stopping", world(record(S.STOPPING), listed=False), [FinishStop(**A2)]),
     ("stopping, at work", world(record(S.STOPPING, busy=True), facts(), listed=True), []),
     ("creating, at work", world(record(S.CREATING, busy=True), listed=True), []),
