@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpuos import Network, Sandbox
+from cpuos.errors import InvalidRequest
 from cpuos.testing.sealed import addresses
 from refusals import told_refusals
 
@@ -41,6 +42,17 @@ def test_it_holds_for_a_running_sandbox_and_for_the_next(sealed, client):
             assert connect(next_one, addresses.WEB) == f"workspace deny {addresses.WEB}"
         client.network.update("internet")
         assert connect(running, addresses.WEB) == "connected"
+
+
+def test_what_is_always_blocked_is_refused_by_name(sealed_instance, client):
+    line = [CPUOS, "net", "--workspace", "--allow", "10.0.0.0/8"]
+    done = subprocess.run(line, capture_output=True, env=sealed_instance.environment(), timeout=120, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "cannot allow 10.0.0.0/8: always blocked (private)"
+    assert done.stderr.splitlines()[2] == "try: cpuos doctor"
+    with pytest.raises(InvalidRequest, match="localhost"):
+        Sandbox.create(client=client, network=Network(allow=["localhost"]))
+    assert client.network.get().policy.allow == []
 
 
 def test_by_the_command_line(sealed, sealed_instance, client):

@@ -148,6 +148,9 @@ def explain(refusal: Any) -> str:
     """One sentence or two that tell a person or a model what happened and what would help."""
     place = refusal.name or refusal.address or "a destination"
     where = f"{place}:{refusal.port}" if refusal.port is not None else place
+    if refusal.rule == "no uplink":
+        what = f"The name {place}" if refusal.kind is ConnectionKind.DNS else f"The connection to {where}"
+        return f"{what} was refused: this machine has no way out to it ({refusal.rule}). Do not try again."
     if refusal.kind is ConnectionKind.DNS and refusal.rule.startswith("always blocked"):
         happened = f"The name {place} was not resolved: it, or the address it leads to, is off limits ({refusal.rule})."
     elif refusal.kind is ConnectionKind.DNS:
@@ -156,8 +159,6 @@ def explain(refusal: Any) -> str:
         happened = f"The connection to {where} was refused by network policy ({refusal.rule})."
     if refusal.rule.startswith("always blocked"):
         return f"{happened} This is blocked for every sandbox; do not try again."
-    if refusal.rule == "no uplink":
-        return f"{happened} This machine has no way out to it; do not try again."
     if "allow list" in refusal.rule:
         return f"{happened} Trying again will not help; whoever owns the sandbox can add {where} to its allow list."
     return f"{happened} Trying again will not help; whoever owns the sandbox can change its network policy."

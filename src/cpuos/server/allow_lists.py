@@ -28,7 +28,7 @@ def check_allow_list(policy: NetworkPolicy, *, exemptions: Collection[Exemption]
             raise InvalidRequest(
                 f"cannot allow {text}: always blocked ({reason})",
                 "no policy opens that; only an operator does, for one service (setting network_exceptions)",
-                hint="leave it out, or ask the operator for a network exception",
+                hint="cpuos doctor shows what the operator has excepted",
                 details={"field": field, "entry": text, "blocked": reason},
             )
 

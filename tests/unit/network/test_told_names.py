@@ -87,7 +87,7 @@ def test_file_and_memory_are_bounded(tmp_path: Path) -> None:
     assert len(names.all()) == 2048
     assert len(names.by_address()) == 2048
     assert names.all()[-1] == told("n299.example", "9.1.43.63")
-    assert names_file(tmp_path).stat().st_size < 400_000
+    assert names_file(tmp_path).stat().st_size < 200_000
     later = ToldNames(tmp_path, clock=Clock())
     later.load()
     assert later.all() == names.all()

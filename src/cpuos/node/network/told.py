@@ -21,7 +21,7 @@ __all__ = ["ToldNames", "names_file", "remove_names_file"]
 
 _MOST = 2048
 """Pairs of name and address: as many as the forwarder keeps."""
-_SPARE_LINES = 2 * _MOST
+_SPARE_LINES = 512
 _LINE = re.compile(rb"(\d{1,12}) ([a-z0-9_.-]{1,253}) ([0-9.]{7,15})\n")
 
 
