@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from cpuos.node.client import DialClient, Dialled
 
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 
 
 class GuestCalls:

@@ -105,7 +105,7 @@ def _volume(folder: Path, size_mib: int | None) -> Iterator[None]:
     try:
         yield
     finally:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while subprocess.run(["umount", str(mounted)]).returncode != 0:
             assert time.monotonic() < deadline
             time.sleep(0.1)
