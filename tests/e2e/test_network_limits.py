@@ -21,7 +21,7 @@ CONNECTIONS = """
 import json, socket
 def begin():
     try:
-        return socket.create_connection(("{address}", 80), 5)
+        return socket.create_connection(("{address}", 80), 20)
     except OSError as error:
         return type(error).__name__
 held = [begin() for _ in range({count})]

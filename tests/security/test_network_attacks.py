@@ -36,7 +36,7 @@ def sandbox(client) -> Iterator[Sandbox]:
         yield made
 
 
-def until(condition: Callable[[], Any], *, limit_s: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], *, limit_s: float = 60.0) -> Any:
     deadline = time.monotonic() + limit_s
     while not (found := condition()):
         assert time.monotonic() < deadline
@@ -44,24 +44,25 @@ def until(condition: Callable[[], Any], *, limit_s: float = 30.0) -> Any:
     return found
 
 
-# Opens connections and sends datagrams all the time, and says when each began and whether it was answered.
+# Opens connections and sends datagrams until it is told to stop, and says when each began and ended and whether it was
+# answered.
 KNOCK = f"""
-import json, socket, threading, time
-tries, stop = [], time.time() + 6
+import json, socket, sys, threading, time
+tries, stop = [], threading.Event()
 def tcp():
-    while time.time() < stop:
+    while not stop.is_set():
         began, passed = time.time(), True
         try:
             socket.create_connection(("{addresses.WEB}", 5000), 1).close()
         except OSError:
             passed = False
-        tries.append(("tcp", round(began, 4), passed))
+        tries.append(("tcp", round(began, 4), round(time.time(), 4), passed))
         time.sleep(0.002)
 def udp():
     made, number = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0
     made.settimeout(0.2)
     made.connect(("{addresses.WEB}", 5000))
-    while time.time() < stop:
+    while not stop.is_set():
         number += 1
         began, passed = time.time(), True
         try:
@@ -70,12 +71,14 @@ def udp():
                 pass
         except OSError:
             passed = False
-        tries.append(("udp", round(began, 4), passed))
+        tries.append(("udp", round(began, 4), round(time.time(), 4), passed))
         time.sleep(0.002)
 knocking = [threading.Thread(target=one) for one in (tcp, tcp, udp, udp)]
 for one in knocking:
     one.start()
 print("begun", flush=True)
+sys.stdin.readline()
+stop.set()
 for one in knocking:
     one.join()
 print(json.dumps(tries))
@@ -84,7 +87,7 @@ print(json.dumps(tries))
 
 def test_nothing_passes_once_a_change_has_returned(sandbox):
     """Neither a new connection nor another datagram of a flow that was open."""
-    job = sandbox.spawn(["python3", "-c", KNOCK])
+    job = sandbox.spawn(["python3", "-c", KNOCK], stdin=PIPE, max_output="64MiB")
     until(lambda: b"begun" in job.output())
     closed = []
     for _ in range(12):
@@ -94,12 +97,19 @@ def test_nothing_passes_once_a_change_has_returned(sandbox):
         closed.append((since, time.time()))
         sandbox.network.update("internet")
         time.sleep(0.05)
+    job.write_stdin("stop\n")
     tries = json.loads(job.wait(timeout=60).stdout.splitlines()[-1])
-    held = Counter((kind, passed) for kind, at, passed in tries for since, to in closed if since + 0.002 < at < to)
+    # One that was still on its way when all was open again may have passed then.
+    held = Counter(
+        (kind, passed)
+        for kind, began, ended, passed in tries
+        for since, to in closed
+        if since + 0.002 < began and ended < to
+    )
     assert held["tcp", False] > 10
     assert held["udp", False] > 10
     assert (held["tcp", True], held["udp", True]) == (0, 0)
-    assert {kind for kind, _, passed in tries if passed} == {"tcp", "udp"}, "in between both pass"
+    assert {kind for kind, *_, passed in tries if passed} == {"tcp", "udp"}, "in between both pass"
 
 
 def test_a_node_killed_within_a_change_holds_the_newest_policy(client, sealed_instance):
@@ -139,7 +149,7 @@ END_UNSEEN = """
 import json, socket, struct
 opened = 0
 while opened < 150:
-    made = socket.create_connection(("93.190.0.%d" % (1 + opened), 80), 5)
+    made = socket.create_connection(("93.190.0.%d" % (1 + opened), 80), 20)
     made.setsockopt(socket.SOL_IP, socket.IP_TTL, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     made.close()
@@ -170,7 +180,7 @@ def ask(name):
     made.sendall(struct.pack(">H", len(data)) + data)
     size = int.from_bytes(made.recv(2, socket.MSG_WAITALL), "big")
     return made.recv(size, socket.MSG_WAITALL)[3] & 15
-made = socket.create_connection(("10.0.0.1", 53), 5)
+made = socket.create_connection(("10.0.0.1", 53), 20)
 print(ask(sys.argv[1]), flush=True)
 sys.stdin.readline()
 print(ask(sys.argv[1]), ask("other.example"))
@@ -184,7 +194,7 @@ def test_a_kept_connection_to_the_forwarder_obeys_the_new_policy(sealed, sandbox
     sealed.clear()
     job.write_stdin("again\n")
     job.close_stdin()
-    assert job.wait(timeout=30).stdout.split() == ["0", "5", "5"]
+    assert job.wait(timeout=60).stdout.split() == ["0", "5", "5"]
     assert sealed.names.queries() == []
 
 
@@ -218,7 +228,7 @@ ASK_OFTEN = f"""
 import http.client, time
 for _ in range(20):
     began = time.time()
-    made = http.client.HTTPConnection("{addresses.WEB}", 80, timeout=8)
+    made = http.client.HTTPConnection("{addresses.WEB}", 80, timeout=30)
     made.request("GET", "/", headers={{"Host": "{NAME}"}})
     assert made.getresponse().status == 200
     print(time.time() - began)
@@ -237,7 +247,7 @@ def test_hundreds_of_slow_beginnings_hurt_only_their_sandbox(client):
         until(lambda: job.output() == b"begun\n")
         result = neighbour.exec(["python3", "-c", ASK_OFTEN], timeout=90)
         assert result.exit_code == 0, result.stderr
-        assert sorted(map(float, result.stdout.split()))[10] < 2
+        assert sorted(map(float, result.stdout.split()))[10] < 4
         job.kill()
 
 
@@ -246,7 +256,7 @@ import json, socket, threading, time
 refused, stop = [0] * 6, time.time() + 3
 def knock(own):
     number = 0
-    while time.time() < stop:
+    while time.time() < stop or sum(refused) <= 1000:
         number += 1
         try:
             socket.create_connection((f"10.{number % 250}.{number // 250 % 250}.{own}", 1 + number % 60000), 2)

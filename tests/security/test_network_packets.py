@@ -60,7 +60,7 @@ def reached(world: SealedWorld) -> set[tuple[str, str]]:
 
 
 def connects(sandbox: Sandbox, address: str = addresses.WEB, port: int = 80) -> bool:
-    code = f"import socket; socket.create_connection(('{address}', {port}), 5)"
+    code = f"import socket; socket.create_connection(('{address}', {port}), 20)"
     return sandbox.exec(["python3", "-c", code]).exit_code == 0
 
 
@@ -157,7 +157,7 @@ MAIL = f"""
 import json, socket
 for port in (25, 465, 587):
     try:
-        socket.create_connection(("{addresses.MAIL}", port), 5)
+        socket.create_connection(("{addresses.MAIL}", port), 20)
         print(json.dumps("connected"))
     except OSError as error:
         print(json.dumps(type(error).__name__))
@@ -183,7 +183,7 @@ for number in range(2000):
             refused += opened[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
             poll.unregister(fd)
             opened.pop(fd).close()
-deadline = time.monotonic() + 3
+deadline = time.monotonic() + 40
 while opened and time.monotonic() < deadline:
     for fd, _ in poll.poll(100):
         refused += opened[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
@@ -197,7 +197,7 @@ def test_a_scan_of_the_private_network_finds_nothing(sealed, free):
     """And is answered at once, so that an honest program with a wrong address does not hang."""
     [[refused, spent]] = as_root(free, SCAN.replace("PLACE", "'10.20.%d.%d'"))
     assert refused == 2000
-    assert spent < 30
+    assert spent < 60
     assert reached(sealed) == set()
 
 
@@ -217,7 +217,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
 kept, refused = [], 0
 for number in range(700):
     try:
-        kept.append(socket.create_connection(("{addresses.WEB}", 5000), 5))
+        kept.append(socket.create_connection(("{addresses.WEB}", 5000), 20))
     except ConnectionRefusedError:
         refused += 1
 print(json.dumps([len(kept), refused]))
@@ -266,7 +266,7 @@ QUIC_AND_PING = f"""
 import json, socket
 for address, port in (("{addresses.WEB}", 443), ("{addresses.WEB}", 80), ("{NOBODYS}", 443)):
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.settimeout(5)
+    made.settimeout(20)
     try:
         made.connect((address, port))
         made.send(b"\\xc0\\0\\0\\0\\1" + bytes(1195))
