@@ -96,6 +96,8 @@ class FakeNode:
                 name="firecracker", available=False, isolation=Isolation.MICROVM, detail="", reason="no /dev/kvm"
             ),
         ]
+        self.restores = Restored.MEMORY
+        """What comes back of what was saved."""
         self.begun_with: dict[str, tuple[str, bool]] = {}
         self.snapshots_kept: dict[str, SnapshotFacts] = {}
         self.errors: dict[str, CpuosError] = {}
@@ -134,6 +136,7 @@ class FakeNode:
         if request.snapshot is not None:
             self._snapshot(request.snapshot)
             self.begun_with[request.id] = (request.snapshot, request.warm)
+            facts = facts.model_copy(update={"restored": self.restores})
         self.sandboxes[request.id] = facts
         self.policies[request.id] = request.network
         await self._tell(facts)
@@ -183,9 +186,7 @@ class FakeNode:
             self.policies[sandbox_id] = network
         if not facts.paused:
             return facts
-        return self._set(
-            facts, paused=False, settled=False, incarnation=facts.incarnation + 1, restored=Restored.MEMORY
-        )
+        return self._set(facts, paused=False, settled=False, incarnation=facts.incarnation + 1, restored=self.restores)
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
         self._set(await self._called("settle", sandbox_id, generation), settled=True)

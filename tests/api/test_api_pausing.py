@@ -11,6 +11,7 @@ import pytest
 from control_plane import Installation, Server, check_nothing_is_left, error_of
 from cpuos.errors import AgentFailure, Conflict, PlatformError, Unavailable
 from cpuos.testing.waiting import until
+from cpuos.types.node import Restored
 
 FREEZE_FAILED = Conflict("cannot freeze", "a process would not stop", code="freeze_failed")
 NO_DISK = PlatformError("cannot pause", "the volume is full", code="disk_full")
@@ -148,6 +149,20 @@ async def test_a_resume_that_fails_leaves_it_paused_with_the_reason(server: Serv
     await check_nothing_is_left(server)
     del server.installation.node.errors["resume"]
     assert (await resume(server)).json()["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("restored", "lacking"),
+    [("root", "its processes"), ("workspace", "its processes and the files outside of /workspace"), ("memory", "")],
+)
+async def test_what_did_not_come_back_is_said(server: Server, restored: str, lacking: str) -> None:
+    await server.created(name="one")
+    snap = (await server.http.post("/v1/sandboxes/one/snapshots", json={})).json()["id"]
+    await pause(server)
+    server.installation.node.restores = Restored(restored)
+    resumed = (await resume(server)).json()
+    assert (resumed["state"], resumed["reason"]) == ("running", f"resumed without {lacking}" if lacking else "")
+    assert (await server.created(snapshot=snap))["reason"] == (f"began without {lacking}" if lacking else "")
 
 
 async def test_an_agent_that_does_not_come_back_is_paused_again(server: Server) -> None:

@@ -10,10 +10,19 @@ from sqlalchemy import Row
 
 from cpuos.scheduler.base import Capacity, Demand
 from cpuos.types.network import EffectivePolicy
-from cpuos.types.node import NodeSandboxCreate
+from cpuos.types.node import NodeSandboxCreate, Restored, SandboxFacts
 from cpuos.types.sandbox import SandboxCreate, SandboxState
 
-__all__ = ["amount_of", "demand_of_request", "hostname_of", "new_id", "node_request", "snapshot_amount", "whole_of"]
+__all__ = [
+    "amount_of",
+    "demand_of_request",
+    "hostname_of",
+    "new_id",
+    "node_request",
+    "snapshot_amount",
+    "what_is_missing",
+    "whole_of",
+]
 
 _ID_LETTERS = string.ascii_lowercase + string.digits
 
@@ -71,3 +80,16 @@ def node_request(row: Row[Any], policy: EffectivePolicy, *, origin: Row[Any] | N
         snapshot=None if origin is None else origin.id,
         warm=origin is None or origin.memory,
     )
+
+
+def what_is_missing(facts: SandboxFacts, *, verb: str, memory: bool = True) -> str:
+    """What did not come back of that which was saved, with `memory` or as files alone. Empty where all did."""
+    lacking = {
+        Restored.ROOT: "its processes" if memory else "",
+        Restored.WORKSPACE: "its processes and the files outside of /workspace"
+        if memory
+        else "the files outside of /workspace",
+    }.get(facts.restored, "")
+    if not lacking:
+        return ""
+    return f"{verb} without {lacking}" + (f": {facts.pause_reason}" if facts.pause_reason else "")

@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 
 from cpuos.errors import Conflict, CpuosError, NotFound, PlatformError, SandboxGone, SetupRequired, Unavailable
 from cpuos.scheduler.base import Demand, Placement, Scheduler
-from cpuos.server.asks import demand_of_request, hostname_of, new_id, node_request
+from cpuos.server.asks import demand_of_request, hostname_of, new_id, node_request, what_is_missing
 from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
@@ -132,7 +132,8 @@ class Lifecycle:
             undo.push_async_callback(self._forget_quietly, row.id)
             async with self._attaching(row, starting_s=self._create_deadline.total_seconds()) as attached:
                 facts = await self._scheduler.client(row.node).create(node_request(row, policy, origin=origin))
-                return await self._start(row, facts, attached=attached, creation=creation)
+                missing = what_is_missing(facts, verb="began", memory=origin is not None and origin.memory)
+                return await self._start(row, facts, attached=attached, creation=creation, missing=missing)
 
     async def finish_create(self, row: Row[Any], facts: SandboxFacts) -> None:
         """Bring a create to its end that an earlier server process began and whose sandbox runs on the node."""
@@ -332,7 +333,13 @@ class Lifecycle:
             await asyncio.gather(attached, return_exceptions=True)
 
     async def _start(
-        self, row: Row[Any], facts: SandboxFacts, *, attached: asyncio.Future[None], creation: Creation
+        self,
+        row: Row[Any],
+        facts: SandboxFacts,
+        *,
+        attached: asyncio.Future[None],
+        creation: Creation,
+        missing: str = "",
     ) -> Row[Any]:
         if not facts.alive:
             raise _died(row, facts.exit_reason)
@@ -344,6 +351,7 @@ class Lifecycle:
                 row,
                 verb=Verb.STARTED,
                 now=now,
+                reason=missing,
                 started_at=facts.started_at or now,
                 runtime=facts.runtime,
                 isolation=facts.isolation.value,

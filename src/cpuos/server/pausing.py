@@ -19,7 +19,7 @@ from sqlalchemy import Row
 
 from cpuos.errors import CpuosError, NotFound, SandboxGone, Unavailable
 from cpuos.scheduler.base import Scheduler
-from cpuos.server.asks import hostname_of, whole_of
+from cpuos.server.asks import hostname_of, what_is_missing, whole_of
 from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
@@ -30,7 +30,7 @@ from cpuos.server.network import Networks
 from cpuos.server.states import Verb, unusable
 from cpuos.server.tasks import Tasks
 from cpuos.types.audit import AuditResult
-from cpuos.types.node import Restored, SandboxFacts, SnapshotFacts
+from cpuos.types.node import SandboxFacts, SnapshotFacts
 from cpuos.types.sandbox import LIVE_STATES, SandboxState
 
 __all__ = ["Pausing"]
@@ -286,7 +286,7 @@ class Pausing:
         def changes(current: Row[Any], now: datetime) -> dict[str, Any]:
             left_s = current.timeout_s if current.left_s is None else current.left_s
             ended = {"expires_at": now + timedelta(seconds=left_s), "paused_at": None, "left_s": None}
-            return {**ended, "reason": _what_is_missing(facts)}
+            return {**ended, "reason": what_is_missing(facts, verb="resumed")}
 
         running = await self._advance(row, Verb.RESUMED, changes, note="sandbox.resume", reason=reason)
         if running is None:
@@ -401,11 +401,3 @@ def _told(error: CpuosError, what: str) -> CpuosError:
     return type(error)(
         what, ": ".join(part for part in (error.what, error.why) if part), code=error.code, hint=error.hint
     )
-
-
-def _what_is_missing(facts: SandboxFacts) -> str:
-    """Empty where all came back."""
-    if facts.restored is Restored.MEMORY or facts.restored is Restored.NOTHING:
-        return ""
-    what = "its processes" if facts.restored is Restored.ROOT else "its processes and the files outside of /workspace"
-    return f"resumed without {what}" + (f": {facts.pause_reason}" if facts.pause_reason else "")

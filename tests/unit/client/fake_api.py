@@ -17,6 +17,7 @@ from cpuos.types.frames import FrameKind, encode_frame
 NOW = "2026-11-01T10:00:00Z"
 LATER = "2036-11-01T10:00:00Z"
 SANDBOX_ID = "abcdefghij0123456789"
+SNAPSHOT_ID = "snapshot012345678901"
 
 
 @dataclass
@@ -151,6 +152,8 @@ class FakeApi:
             await answer.whole(status, json.dumps(value).encode(), "application/json", headers)
         elif re.fullmatch(rf"/v1/sandboxes/{SANDBOX_ID}/ports(/\d+)?", path):
             await self._ports(seen, answer)
+        elif re.fullmatch(rf"/v1/sandboxes/{SANDBOX_ID}/(pause|resume|snapshots|fork)|/v1/snapshots(/.*)?", path):
+            await self._lifecycle(seen, answer)
         elif (
             path == "/v1/workspace/network"
             or path == "/v1/sandboxes"
@@ -203,6 +206,24 @@ class FakeApi:
         else:
             await answer.json(self.sandbox())
 
+    async def _lifecycle(self, seen: Seen, answer: _Answer) -> None:
+        last = seen.path.rpartition("/")[2]
+        if last in ("pause", "resume"):
+            self.state = "paused" if last == "pause" else "running"
+            await answer.json(self.sandbox(state=self.state))
+        elif last == "fork":
+            self.created[seen.headers["idempotency-key"]] = SANDBOX_ID
+            made = [{"sandbox": self.sandbox(), "access": self.access()}] * json.loads(seen.body)["count"]
+            await answer.json({"sandboxes": made}, 201)
+        elif seen.method == "POST":
+            await answer.json(self.snapshot(**json.loads(seen.body)), 201)
+        elif seen.path == "/v1/snapshots":
+            await answer.json({"snapshots": [self.snapshot()]})
+        elif last == "nowhere":
+            await answer.error("snapshot_not_found")
+        else:
+            await answer.json(self.snapshot(state="deleting" if seen.method == "DELETE" else "ready"))
+
     async def _ports(self, seen: Seen, answer: _Answer) -> None:
         def url(port: int) -> str:
             return f"http://{port}-{SANDBOX_ID}.preview.localhost:{self.port}/"
@@ -235,6 +256,15 @@ class FakeApi:
             "timeout_s": 900,
             "created_at": NOW,
             "a_field_of_tomorrow": True,
+        }
+        return values | changes
+
+    def snapshot(self, **changes: Any) -> dict[str, Any]:
+        values = {
+            **{"id": SNAPSHOT_ID, "name": "snap", "workspace": "default", "state": "ready", "sandbox": SANDBOX_ID},
+            **{"memory": True, "size_bytes": 1 << 20, "template": "python", "runtime": "gvisor", "node": "node-1"},
+            **{"cpu": 2, "memory_mib": 2048, "disk_mib": 8192, "max_processes": 512},
+            **{"created_at": NOW, "created_by": "key:x", "a_field_of_tomorrow": True},
         }
         return values | changes
 
