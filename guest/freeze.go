@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"net"
@@ -20,7 +19,10 @@ import (
 
 const (
 	freezeTime   = 5 * time.Second
+	levelTime    = 100 * time.Millisecond // for processes to be seen stopped, or running; some have their own reasons
+	goOnTime     = time.Second
 	reseedTime   = 3 * time.Second // for all programs together
+	keysTime     = time.Minute
 	maxListeners = 1000
 	reseedFolder = "/cpuos/reseed.d" // below /etc
 
@@ -109,21 +111,27 @@ func (a *agent) endCalls(nonce string, from *net.TCPConn, end time.Time) {
 	}
 }
 
-// stopAll stops all processes, parents before children, so that none is told of a stopped child. It counts them.
+// stopAll stops all processes, and counts them. A parent stands still before its children are stopped: else it would be
+// told of that, as a shell tells its user.
 func (a *agent) stopAll(end time.Time) (count int) {
 	for round := 0; ; round++ {
-		running := 0
+		running, waits := 0, map[int]bool{}
 		count = 0
-		for _, p := range byDepth(listProcesses()) {
-			if p.halted() {
-				count++
-				a.freezer.stopped[p.pid] = a.freezer.stopped[p.pid] || round == 0
-				continue
+		all := byDepth()
+		for _, level := range all {
+			for _, p := range level {
+				if p.halted() {
+					count++
+					a.freezer.stopped[p.pid] = a.freezer.stopped[p.pid] || round == 0
+					continue
+				}
+				syscall.Kill(p.pid, syscall.SIGSTOP) // a zombie's threads may live
+				a.freezer.stopped[p.pid], waits[p.pid] = false, p.state == 'D'
+				if p.state != 'Z' {
+					running++
+				}
 			}
-			syscall.Kill(p.pid, syscall.SIGSTOP) // a zombie's threads may live
-			if a.freezer.stopped[p.pid] = false; p.state != 'Z' {
-				running++
-			}
+			awaitState(level, levelTime, func(p process) bool { return p.halted() || p.state == 'Z' || p.state == 'D' })
 		}
 		if running == 0 && round > 0 {
 			return count
@@ -132,26 +140,50 @@ func (a *agent) stopAll(end time.Time) (count int) {
 		if round > 0 { // no fork slips through it
 			syscall.Kill(-1, syscall.SIGSTOP)
 		}
+		for _, p := range slices.Concat(all...) { // who waits for the program of a child of its vfork cannot stop before that
+			if round%4 == 3 && waits[p.parent] && p.halted() && !a.freezer.stopped[p.pid] {
+				syscall.Kill(p.pid, syscall.SIGCONT)
+			}
+		}
 		time.Sleep(min(time.Duration(1+round)*time.Millisecond, 20*time.Millisecond))
 	}
 }
 
 func (p process) halted() bool { return p.state == 'T' || p.state == 't' }
 
-// byDepth puts parents before their children; without this process.
-func byDepth(all []process) []process {
-	parents, depths := map[int]int{}, map[int]int{}
+// byDepth lists all processes but this one, parents before their children.
+func byDepth() (levels [][]process) {
+	all, parents := listProcesses(), map[int]int{}
 	for _, p := range all {
 		parents[p.pid] = p.parent
 	}
 	for _, p := range all {
-		for pid := p.pid; pid > 1 && depths[p.pid] <= len(all); pid = parents[pid] {
-			depths[p.pid]++
+		depth := 0
+		for pid := p.pid; parents[pid] > 1 && depth <= len(all); pid = parents[pid] {
+			depth++
+		}
+		for len(levels) <= depth {
+			levels = append(levels, nil)
+		}
+		if p.pid != os.Getpid() {
+			levels[depth] = append(levels[depth], p)
 		}
 	}
-	all = slices.DeleteFunc(all, func(p process) bool { return p.pid == os.Getpid() })
-	slices.SortStableFunc(all, func(x, y process) int { return cmp.Compare(depths[x.pid], depths[y.pid]) })
-	return all
+	return levels
+}
+
+// awaitState waits until all of them that are left are so, for a while.
+func awaitState(processes []process, limit time.Duration, so func(p process) bool) {
+	buffer := make([]byte, 4096)
+	for end := now().Add(limit); now().Before(end); time.Sleep(200 * time.Microsecond) {
+		processes = slices.DeleteFunc(slices.Clone(processes), func(p process) bool {
+			present, alive := readProcess(p.pid, buffer)
+			return !alive || so(present)
+		})
+		if len(processes) == 0 {
+			return
+		}
+	}
 }
 
 func (a *agent) thaw(r *request) any {
@@ -164,17 +196,20 @@ func (a *agent) thaw(r *request) any {
 }
 
 // goOn lets go on what a freeze stopped, children before parents, and counts it.
-func (a *agent) goOn() (continued int) {
+func (a *agent) goOn() int {
 	if a.freezeUnder() == "" {
 		return 0
 	}
-	all := byDepth(listProcesses())
-	slices.Reverse(all)
-	for _, p := range all {
-		if p.halted() && !a.freezer.stopped[p.pid] && syscall.Kill(p.pid, syscall.SIGCONT) == nil {
-			continued++
+	ours := []process{}
+	for _, level := range slices.Backward(byDepth()) {
+		for _, p := range level {
+			if p.halted() && !a.freezer.stopped[p.pid] && syscall.Kill(p.pid, syscall.SIGCONT) == nil {
+				ours = append(ours, p)
+			}
 		}
 	}
+	// Until they are seen running: the next freeze must not take them for stopped by somebody else.
+	awaitState(ours, goOnTime, func(p process) bool { return !p.halted() })
 	for _, c := range a.allCommands() {
 		c.mu.Lock()
 		c.limit.goOn()
@@ -183,7 +218,7 @@ func (a *agent) goOn() (continued int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.frozen = ""
-	return continued
+	return len(ours)
 }
 
 // goOnAs is goOn with all that a new incarnation must be told before; another sandbox than the one that froze has more.
@@ -191,8 +226,8 @@ func (a *agent) goOnAs(who identity, another bool) map[string]any {
 	setTime(who.Now)
 	programs := []string{}
 	if another {
-		if a.forgetHost(who) {
-			programs = append(programs, "/usr/bin/ssh-keygen")
+		if a.forgetHost(who) { // takes seconds, and nobody waits for it: a server reads them when it starts
+			go a.reseed("/usr/bin/ssh-keygen", who.Sandbox, now().Add(keysTime), "-A", "-f", strings.TrimSuffix(a.users.folder, "/etc"))
 		}
 		a.forgetCommands()
 	}
@@ -266,16 +301,13 @@ func addEntropy(key []byte) {
 }
 
 // reseed runs one program, and is true when it ended well and in time.
-func (a *agent) reseed(program, sandbox string, end time.Time) bool {
+func (a *agent) reseed(program, sandbox string, end time.Time, arguments ...string) bool {
 	null, err := os.OpenFile("/dev/null", os.O_RDWR, 0)
 	if err != nil {
 		return false
 	}
 	defer null.Close()
-	argv, fd := []string{program}, null.Fd()
-	if filepath.Base(program) == "ssh-keygen" {
-		argv = append(argv, "-A", "-f", strings.TrimSuffix(a.users.folder, "/etc"))
-	}
+	argv, fd := append([]string{program}, arguments...), null.Fd()
 	ended := make(chan syscall.WaitStatus, 1)
 	pid, err := a.children.spawn(program, argv, &syscall.ProcAttr{
 		Dir: "/", Env: []string{"PATH=" + searchPath, "HOME=/root", "LANG=C.UTF-8", "CPUOS_SANDBOX=" + sandbox},

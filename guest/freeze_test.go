@@ -94,7 +94,7 @@ func TestFreezeStopsAllAndThawLetsGoOn(t *testing.T) {
 	if one() || two() {
 		t.Fatal("something runs on")
 	}
-	if facts.Processes < 3 || len(facts.Commands) != 1 || facts.Commands[0] != id {
+	if facts.Processes < 2 || len(facts.Commands) != 1 || facts.Commands[0] != id {
 		t.Errorf("%+v", facts)
 	}
 	found := false
@@ -226,7 +226,9 @@ func TestAShellSeesNothing(t *testing.T) {
 	seen := ""
 	for !strings.HasSuffix(seen, "\r\n\x1b[?2004h> ") {
 		f, err := p.frame()
-		must(t, err)
+		if err != nil {
+			t.Fatalf("%v after %q; %s", err, seen, a.processes("."))
+		}
 		if f.kind == frameStdout {
 			seen += string(f.payload)
 		}
@@ -299,7 +301,7 @@ func TestAnotherSandboxForgets(t *testing.T) {
 	began := time.Now()
 	told := a.thawAs(200, nonce, with{"sandbox": "copy", "incarnation": 0})
 	if told.Sandbox != "copy" || told.Commands != 0 || fmt.Sprint(told.Thawed.Failed) != "[20-fails 90-hangs]" ||
-		!strings.Contains(fmt.Sprint(told.Thawed.Reseeded), "10-says]") {
+		fmt.Sprint(told.Thawed.Reseeded) != "[10-says]" {
 		t.Errorf("%+v", told)
 	}
 	if took := time.Since(began); took > 30*time.Second {
@@ -308,9 +310,11 @@ func TestAnotherSandboxForgets(t *testing.T) {
 	if said, _ := os.ReadFile(a.folder + "/said"); !strings.HasPrefix(string(said), "copy 0\n") || len(said) != 7+33 || strings.Contains(string(said), "old") {
 		t.Errorf("%q", said)
 	}
-	if key, err := os.ReadFile(etc + "/ssh/ssh_host_rsa_key"); err == nil && string(key) == "old\n" {
-		t.Error("the ssh host key is the old one")
-	}
+	eventually(t, "a new ssh host key, where there is a program for it", func() bool {
+		key, err := os.ReadFile(etc + "/ssh/ssh_host_rsa_key")
+		_, lacks := os.Stat("/usr/bin/ssh-keygen")
+		return err == nil && string(key) != "old\n" || lacks != nil && err != nil
+	})
 	if _, err := os.Stat(a.folder + "/not"); err == nil {
 		t.Error("a file that is no program was run")
 	}

@@ -149,17 +149,21 @@ func listProcesses() (all []process) {
 	buffer := make([]byte, 4096)
 	entries, _ := os.ReadDir("/proc")
 	for _, entry := range entries {
-		pid, err := strconv.Atoi(entry.Name())
-		if err != nil {
-			continue
-		}
-		p, stat := process{pid: pid}, readProc(pid, "stat", buffer)
-		stat = stat[bytes.LastIndexByte(stat, ')')+1:] // the name of the program stands in brackets and may hold anything
-		if n, _ := fmt.Sscanf(string(stat), " %c %d %d %d", &p.state, &p.parent, &p.group, &p.session); n == 4 {
-			all = append(all, p)
+		if pid, err := strconv.Atoi(entry.Name()); err == nil {
+			if p, alive := readProcess(pid, buffer); alive {
+				all = append(all, p)
+			}
 		}
 	}
 	return all
+}
+
+func readProcess(pid int, buffer []byte) (p process, alive bool) {
+	stat := readProc(pid, "stat", buffer)
+	stat = stat[bytes.LastIndexByte(stat, ')')+1:] // the name of the program stands in brackets and may hold anything
+	p.pid = pid
+	n, _ := fmt.Sscanf(string(stat), " %c %d %d %d", &p.state, &p.parent, &p.group, &p.session)
+	return p, n == 4
 }
 
 // readProc reads a file of a process behind a zero byte, as far as the buffer goes.

@@ -255,6 +255,28 @@ async def test_a_fork_bomb_is_frozen_and_saved(machine, rig, tmp_path):
         await agent.call("POST", f"/v1/commands/{bomb}/kill", {})
 
 
+async def test_programs_that_start_programs_by_vfork_are_frozen_often(machine, rig):
+    """A parent cannot stop before its child runs a program; a freeze right after a thaw takes nobody for stopped."""
+    image = load_settings().template_dir / "python" / "root.erofs"
+    if not image.exists():
+        pytest.skip("needs the python template")
+    machine.image = image.resolve()
+    async with rig(1) as first:
+        agent = first.agent
+        program = "import subprocess\nwhile 1: subprocess.run(['/bin/true']); print(flush=True)"
+        started = [await agent.spawn(None, argv=["python3", "-c", program]) for _ in range(3)]
+        for command_id in started:
+            await until(lambda command_id=command_id: _told(agent, command_id))
+        for incarnation in range(1, 60):
+            freeze = f"{incarnation:032x}"
+            await agent.freeze(freeze)
+            agent.dialler.renew(**_thaw(incarnation, freeze))
+            await agent.identify()
+        for command_id in started:
+            then = (await agent.call("GET", f"/v1/commands/{command_id}"))["stdout_bytes"]
+            await until(lambda command_id=command_id, then=then: _told(agent, command_id, more_than=then))
+
+
 async def _crowded(machine: Any, sandbox_id: str) -> bool:
     return (await machine.runtime.stats(sandbox_id)).processes > 80
 
