@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from cpuos.errors import CapacityExceeded, PlatformError
-from cpuos.node.images import ImageStore, pause_name
+from cpuos.node.images import AGENT, DISK, ImageStore, pause_name
 from cpuos.node.journal import Record
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
@@ -20,10 +20,7 @@ from cpuos.runtimes.base import Process, Runtime, SandboxSpec
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
-__all__ = ["AGENT", "DISK", "MEMORY", "ROOT", "Assembly", "RestoreFailed"]
-
-# Names in the folder of an image; a sandbox's work folder has an agent of its own too.
-AGENT, DISK, MEMORY, ROOT = "agent", "disk.img", "memory", "root"
+__all__ = ["Assembly", "RestoreFailed"]
 
 
 class RestoreFailed(PlatformError):

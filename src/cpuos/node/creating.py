@@ -6,17 +6,18 @@ import asyncio
 import contextlib
 import secrets
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from cpuos.errors import CapacityExceeded, Conflict, InvalidRequest
-from cpuos.node.assembly import MEMORY, ROOT
-from cpuos.node.images import Manifest
+from cpuos.node.images import MEMORY, ROOT, Manifest
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
 from cpuos.node.lives import Lives
 from cpuos.node.refusals import could_not, incompatible, sandbox_not_found, stale_generation
+from cpuos.node.saving import check_room_to_restore
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
 from cpuos.runtimes.base import Capability, Probe, Process, Runtime
 from cpuos.types.node import NodeSandboxCreate, Restored, SandboxFacts
@@ -218,6 +219,9 @@ class Creating:
         memory = image / MEMORY if image is not None and plan.restored is Restored.MEMORY else None
         root = image / ROOT if image is not None and plan.restored is Restored.ROOT else None
         start = assembly.start_step(spec, plan.runtime, started=started, memory=memory, root=root)
+        if plan.saved is not None:
+            room = partial(check_room_to_restore, self._kit, plan.saved, verb="create", sandbox_id=record.id)
+            parts.append(Step(name="room", do=room))
         return [
             Together(steps=[recorded, *parts]),
             Together(steps=[start, *self._check_steps(plan)]),

@@ -5,7 +5,7 @@
     snapshots/<name>/digests.json     sha256 of each file of memory/ and root/, with its own proof; later than the rest
     snapshots/<name>/memory/          processes, by the runtime
     snapshots/<name>/root/            files outside of /workspace, by the runtime
-    snapshots/<name>/disk.img         /workspace
+    snapshots/<name>/disk.img         /workspace; disk.json says who wrote its blocks
     snapshots/<name>/agent/           the agent that the processes began with
 
 A name is the id of a snapshot, or `pause-` and the id of a sandbox: that one keeps its disk, so there is no disk.img.
@@ -34,7 +34,7 @@ from cpuos.errors import Conflict, NotFound, PlatformError
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
-__all__ = ["ImageStore", "Manifest", "pause_name"]
+__all__ = ["AGENT", "DISK", "MEMORY", "ROOT", "ImageStore", "Manifest", "pause_name"]
 
 log = structlog.get_logger("cpuos.node")
 
@@ -42,7 +42,9 @@ _NAME = re.compile(rf"(pause-)?({SANDBOX_ID_PATTERN[1:-1]})")
 _PART, _TRASH = ".part-", ".trash-"
 _KEY_BYTES = 32
 _PIECE = 1 << 20
-_HASHED = ("memory", "root")
+# What is in the folder of an image.
+AGENT, DISK, MEMORY, ROOT = "agent", "disk.img", "memory", "root"
+_HASHED = (MEMORY, ROOT)
 
 
 class Manifest(BaseModel):
@@ -71,11 +73,11 @@ class Manifest(BaseModel):
 
     @property
     def memory(self) -> bool:
-        return any(name.startswith("memory/") for name in self.files)
+        return any(name.startswith(f"{MEMORY}/") for name in self.files)
 
     @property
     def root(self) -> bool:
-        return any(name.startswith("root/") for name in self.files)
+        return any(name.startswith(f"{ROOT}/") for name in self.files)
 
 
 def pause_name(sandbox_id: str) -> str:
@@ -117,6 +119,9 @@ class ImageStore:
     def commit(self, manifest: Manifest) -> Manifest:
         """Put all that is in the folder of `begin` on disk, and make it the image. An earlier one of that name goes."""
         part = self.part(manifest.name)
+        for path in _files(part):
+            if path.parent.name != AGENT:  # whose file other folders have too, and guests may read
+                path.chmod(0o600)
         files = {str(path.relative_to(part)): path.stat().st_size for path in _files(part)}
         manifest = manifest.model_copy(update={"files": files})
         text = manifest.model_dump_json().encode()

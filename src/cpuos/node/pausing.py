@@ -9,14 +9,14 @@ import secrets
 import structlog
 
 from cpuos.errors import CapacityExceeded, Conflict, CpuosError, PlatformError
-from cpuos.node.assembly import MEMORY, ROOT, RestoreFailed
-from cpuos.node.images import Manifest, pause_name
+from cpuos.node.assembly import RestoreFailed
+from cpuos.node.images import MEMORY, ROOT, Manifest, pause_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
 from cpuos.node.lives import Lives
 from cpuos.node.refusals import could_not, incompatible
-from cpuos.node.saving import manifest_of, needs, save_steps
+from cpuos.node.saving import check_room_to_restore, manifest_of, needs, save_steps
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
 from cpuos.runtimes.base import Process
 from cpuos.types.node import NodeResume, Restored, SandboxFacts
@@ -59,6 +59,7 @@ class Pausing:
             if not record.parked:  # what the pause did not come to
                 await self._lives.park(record, reason=record.pause_reason)
             saved = await self._read(record, memory=request.memory)
+            await check_room_to_restore(self._kit, saved, verb="resume", sandbox_id=sandbox_id)
             newer = request.network if request.network.version >= record.policy.version else record.policy
             record = record.becomes(Stage.PAUSED, network=newer)
             if not request.memory:

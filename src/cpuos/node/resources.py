@@ -33,6 +33,10 @@ class Disks(Protocol):
 
     async def used_bytes(self, sandbox_id: str) -> int: ...
 
+    async def promised_bytes(self) -> int:
+        """What all disks may still take of the volume: they are sparse."""
+        ...
+
     async def park(self, sandbox_id: str) -> None:
         """Keep the files and nothing else: no mount, no device. `unpark` brings it back."""
         ...

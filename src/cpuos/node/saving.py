@@ -6,15 +6,15 @@ import asyncio
 from datetime import datetime
 
 from cpuos.errors import Conflict
-from cpuos.node.assembly import AGENT, MEMORY, ROOT
-from cpuos.node.images import Manifest
+from cpuos.node.images import AGENT, MEMORY, ROOT, Manifest
 from cpuos.node.journal import Record
 from cpuos.node.kit import Kit
+from cpuos.node.refusals import could_not
 from cpuos.node.steps import Step
-from cpuos.node.storage.room import require_room
+from cpuos.node.storage.room import require_fit, require_room
 from cpuos.runtimes.base import Capability, Runtime
 
-__all__ = ["manifest_of", "needs", "save_steps"]
+__all__ = ["check_room_to_restore", "manifest_of", "needs", "save_steps"]
 
 
 def needs(runtime: Runtime, verb: str, sandbox_id: str, capability: Capability = Capability.PAUSE) -> None:
@@ -44,6 +44,15 @@ def manifest_of(record: Record, *, name: str, runtime: Runtime, now: datetime, f
     )
 
 
+async def check_room_to_restore(kit: Kit, saved: Manifest, *, verb: str, sandbox_id: str) -> None:
+    """Raise unless there is room for the root's layer, the only thing that a restore writes."""
+    needed = sum(size for file, size in saved.files.items() if file.startswith(f"{ROOT}/"))
+    try:
+        await asyncio.to_thread(require_fit, kit.assembly.images.path(saved.name), needed)
+    except OSError as error:
+        raise could_not(verb, sandbox_id, error) from error
+
+
 def save_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str, memory: bool) -> list[Step]:
     """Begin the image of this name; save processes where they are asked for, and files where the runtime can save them
     apart: those are taken where processes cannot be. The sandbox runs on."""
@@ -51,11 +60,12 @@ def save_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str, memory:
 
     async def begin() -> None:
         needed = await runtime.image_bytes(record.id)
-        await asyncio.to_thread(make_folder, needed)
+        promised = await kit.assembly.disks.promised_bytes()
+        await asyncio.to_thread(make_folder, needed, promised=promised)
 
-    def make_folder(needed: int) -> None:
+    def make_folder(needed: int, *, promised: int) -> None:
         part = images.begin(name)
-        require_room(part, needed)
+        require_room(part, needed, promised=promised)
         kit.assembly.keep_agent(record.id, to=part / AGENT)
 
     async def save_memory() -> None:

@@ -8,8 +8,7 @@ import secrets
 import structlog
 
 from cpuos.errors import Conflict, InvalidRequest
-from cpuos.node.assembly import AGENT, DISK, MEMORY, ROOT
-from cpuos.node.images import Manifest, pause_name
+from cpuos.node.images import AGENT, DISK, MEMORY, ROOT, Manifest, pause_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.refusals import could_not

@@ -68,6 +68,9 @@ class FakeDisks:
         files = self.path(sandbox_id).rglob("*")
         return sum(path.lstat().st_size for path in files)
 
+    async def promised_bytes(self) -> int:
+        return 0
+
     async def leftovers(self) -> list[str]:
         return sorted(os.listdir(self._folder))
 

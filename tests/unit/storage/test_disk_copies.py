@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuos.errors import CapacityExceeded, NotFound
+from cpuos.errors import CapacityExceeded, NotFound, PlatformError
 from cpuos.node.storage import DiskStore
 from cpuos.node.storage.copying import copy_image, frozen
 from cpuos.node.storage.folders import is_mounted
@@ -159,3 +159,18 @@ def test_blocks_are_shared_where_the_volume_can(tmp_path):
         os.sync()
         assert shutil.disk_usage(mounted).used - before < 5 << 20
         assert (mounted / "copy2").read_bytes() == (mounted / "source").read_bytes()
+
+
+async def test_copy_of_a_disk_that_a_guests_kernel_wrote_is_never_mounted(disks, tmp_path):
+    folder = await disks.create(A, size_mib=64)
+    await disks.copy(A, to=tmp_path / "clean.img")
+    await disks.park(A)
+    record = folder / "disk.json"
+    record.write_text(record.read_text().replace('"host"', '"guest"'))
+    await disks.copy(A, to=tmp_path / "copy.img")
+    (tmp_path / "clean.json").unlink()  # unknown means so too
+    for name in ("copy.img", "clean.img"):
+        with pytest.raises(PlatformError, match="cannot mount"):
+            await disks.create_from(B, image=tmp_path / name, size_mib=64)
+        assert not is_mounted(disks.path(B))
+        await disks.remove(B)

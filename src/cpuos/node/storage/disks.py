@@ -36,6 +36,7 @@ from cpuos.node.storage.folders import (
 from cpuos.node.storage.geometry import geometry_for
 from cpuos.node.storage.image import MKFS, make_image, read_identity
 from cpuos.node.storage.loop import loops_below
+from cpuos.node.storage.room import promised
 from cpuos.node.storage.stock import DiskStock, Stocked
 from cpuos.types.sandbox import SandboxCreate
 
@@ -99,7 +100,8 @@ class DiskStore:
         return await self.attach(sandbox_id)
 
     async def copy(self, sandbox_id: str, *, to: Path) -> None:
-        """Copy its image at one moment; mounted or not. After a failure nothing is at `to`."""
+        """Copy its image at one moment; mounted or not. A file beside it (.json) says who wrote its blocks. After a
+        failure nothing is at `to`."""
         await run_whole(asyncio.to_thread(self._copy, sandbox_id, to=to))
 
     async def park(self, sandbox_id: str) -> None:
@@ -136,6 +138,10 @@ class DiskStore:
         except OSError as problem:
             raise NotFound(f"cannot read the disk of sandbox {sandbox_id}", str(problem)) from problem
         return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
+
+    async def promised_bytes(self) -> int:
+        """What all disks may still take of the volume: they are sparse."""
+        return await asyncio.to_thread(promised, self._folder)
 
     async def leftovers(self) -> list[str]:
         """Ids of all sandboxes that have a disk folder or a loop device here."""
@@ -174,13 +180,16 @@ class DiskStore:
         prepare_folder(folder)
         (folder / "image").unlink(missing_ok=True)
         copy_image(image, folder / "image")
-        _write_record(folder, size_mib=size_mib, identity=read_identity(folder / "image"))
+        written_by = _written_by(image.with_suffix(".json"))
+        _write_record(folder, size_mib=size_mib, identity=read_identity(folder / "image"), written_by=written_by)
 
     def _copy(self, sandbox_id: str, *, to: Path) -> None:
         folder = self.path(sandbox_id)
         try:
             with frozen(folder / "workspace") if is_mounted(folder) else contextlib.nullcontext():
                 copy_image(folder / "image", to)
+            # A copy was written by whoever wrote the original.
+            to.with_suffix(".json").write_text(json.dumps({"written_by": _written_by(folder / "disk.json")}))
         except FileNotFoundError as problem:
             raise NotFound(f"cannot copy the disk of sandbox {sandbox_id}", "it has none") from problem
         except OSError as problem:
@@ -207,8 +216,9 @@ class DiskStore:
     def _attach(self, sandbox_id: str) -> Path:
         folder = self.path(sandbox_id)
         try:
-            record = json.loads((folder / "disk.json").read_text())
-            if record.get("written_by") != "host":
+            if not (folder / "disk.json").exists():
+                raise NotFound(f"cannot mount the disk of sandbox {sandbox_id}", "it has none")
+            if _written_by(folder / "disk.json") != "host":
                 raise PlatformError(
                     f"cannot mount the disk of sandbox {sandbox_id}",
                     "its blocks were written by a guest's kernel; the host never mounts such a disk",
@@ -242,7 +252,15 @@ def _failure(verb: str, sandbox_id: str, problem: OSError) -> CpuosError:
     return PlatformError(what, str(problem))
 
 
-def _write_record(folder: Path, *, size_mib: int, identity: str) -> None:
+def _written_by(record: Path) -> str:
+    """Unknown means "guest"."""
+    try:
+        return str(json.loads(record.read_text()).get("written_by", "guest"))
+    except FileNotFoundError:
+        return "guest"
+
+
+def _write_record(folder: Path, *, size_mib: int, identity: str, written_by: str = "host") -> None:
     """Last step of making a disk: it exists from here on."""
     record = {
         "format": _FORMAT,
@@ -250,7 +268,7 @@ def _write_record(folder: Path, *, size_mib: int, identity: str) -> None:
         "size_mib": size_mib,
         "uuid": identity,
         # Turns to "guest" before a guest kernel gets the blocks, and never back.
-        "written_by": "host",
+        "written_by": written_by,
         "created_at": datetime.now(UTC).isoformat(),
     }
     part = folder / "disk.json.part"

@@ -7,17 +7,41 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["require_room"]
+__all__ = ["promised", "require_fit", "require_room"]
 
 # What is left for the disks: this much, or this share of a small volume.
 _LEAVE_BYTES, _LEAVE_SHARE = 1 << 30, 20
+# What those take who only take up again what is theirs.
+_MARGIN_BYTES = 16 << 20
 
 
-def require_room(place: Path | int, needed: int) -> None:
-    """Raise OSError (ENOSPC) unless so many bytes can be written on the volume of this folder or open file."""
+def promised(disks: Path) -> int:
+    """Bytes that the images of disks in this folder do not hold yet."""
+    promised = 0
+    for image in disks.glob("*/image"):
+        try:
+            status = image.lstat()
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        promised += max(0, status.st_size - status.st_blocks * 512)
+    return promised
+
+
+def require_room(place: Path | int, needed: int, *, promised: int = 0) -> None:
+    """Raise OSError (ENOSPC) unless so many bytes can be written on the volume of this folder or open file, and what is
+    promised to others is there after it."""
     status = os.statvfs(place)
+    share = status.f_blocks * status.f_frsize // _LEAVE_SHARE
+    _require(status, needed, leave=max(promised, min(_LEAVE_BYTES, share)))
+
+
+def require_fit(place: Path, needed: int) -> None:
+    """The same for what was there already and was promised as others' was: it must fit, and no more."""
+    _require(os.statvfs(place), needed, leave=_MARGIN_BYTES)
+
+
+def _require(status: os.statvfs_result, needed: int, *, leave: int) -> None:
     free = status.f_bavail * status.f_frsize
-    left = min(_LEAVE_BYTES, status.f_blocks * status.f_frsize // _LEAVE_SHARE)
-    if free < needed + left:
-        told = f"{needed >> 20} MiB are needed, and {max(0, free - left) >> 20} MiB of the volume may be taken"
+    if free < needed + leave:
+        told = f"{needed >> 20} MiB are needed, and {max(0, free - leave) >> 20} MiB of the volume may be taken"
         raise OSError(errno.ENOSPC, told)
