@@ -9,18 +9,22 @@ import pytest
 from sqlalchemy import insert
 
 from control_plane import Server, error_of, until
+from cpuos.errors import LimitReached
 from cpuos.server.auth import create_key
 from cpuos.server.db import templates as records
 from cpuos.server.db.models import Workspace
+from cpuos.server.templates.room import MAX_BUILDS, TemplateRoom
 from cpuos.types.template import TemplateInfo
 
 IMAGE = "built-aaaaaaaaaaaaaaaaaaaa"
 
 
-async def add_template(server: Server, *, name: str = "mine", image: str = IMAGE, key: str = "k") -> None:
+async def add_template(
+    server: Server, *, name: str = "mine", image: str = IMAGE, key: str = "k", size: int = 5
+) -> None:
     """As a build leaves it."""
     server.installation.node.built[image] = b"image"
-    template = TemplateInfo(name=name, digest="sha256:b", size_bytes=5, parent="base", key=key)
+    template = TemplateInfo(name=name, digest="sha256:b", size_bytes=size, parent="base", key=key)
     async with server.plane.database.write() as connection:
         await records.put_template(connection, workspace="default", image=image, template=template)
     await server.plane.refresh_nodes()
@@ -86,6 +90,22 @@ async def test_an_image_that_a_name_has_left_stays_for_its_sandboxes(server: Ser
     await server.kill(sandbox["id"])
     await server.plane.builder.tidy()
     assert set(node.built) == {newer}
+
+
+async def test_a_workspace_has_its_share_of_the_disk(server: Server) -> None:
+    room = TemplateRoom(server.plane.database, workspace_mib=1)
+    await add_template(server, size=1 << 19)
+    await add_template(server, name="alias", size=1 << 19)  # the same image, which is there once
+    await room.check_size("default", "next", size=1 << 19)
+    with pytest.raises(LimitReached) as refused:
+        await room.check_size("default", "next", size=(1 << 19) + 1)
+    assert refused.value.details["limit"] == "templates_size"
+    await add_template(server, name="other", image="built-bbbbbbbbbbbbbbbbbbbb", size=1 << 19)
+    await room.check_size("default", "other", size=1 << 19)  # in the place of what the name means now
+    await room.check_size("another", "next", size=1 << 20)
+    with pytest.raises(LimitReached) as refused:
+        await room.check_counts("default", "next", builds=MAX_BUILDS)
+    assert refused.value.details["limit"] == "builds"
 
 
 async def test_installed_templates_are_shown_and_stay(server: Server) -> None:

@@ -100,6 +100,9 @@ def test_a_failed_build_says_which_step_and_leaves_nothing(instance, client):
     assert "about to fail" in error.why
     assert "fails" in error.why
     assert "\x1b" not in str(error)
+    logs, sandbox, command = error.hint.removeprefix("cpuos ").split()
+    assert logs == "logs"
+    assert Sandbox.connect(sandbox, client=client).commands.get(command).output() == b"about to fail\n"
     with pytest.raises(CpuosError) as unknown:
         Sandbox.create("bad", client=client)
     assert unknown.value.code == "template_not_found"
@@ -263,3 +266,9 @@ def test_a_file_that_is_not_what_was_announced_fails_the_build(client):
         build = client.get_json(f"/v1/builds/{build['id']}")
     assert build["error"]["details"]["step"] == "files"
     assert "/opt/a: FAILED" in build["error"]["why"]
+
+
+def test_nothing_is_built_where_nothing_is_isolated(fake_instance):
+    with pytest.raises(CpuosError) as refused:
+        Template.build("never", run=["true"], client=fake_instance.client())
+    assert refused.value.code == "runtime_unavailable"

@@ -120,6 +120,7 @@ def _options(settings: Settings) -> ServerOptions:
         inner_data_url=lambda: read_endpoint(settings.gateway_endpoint),
         preview_url=lambda: read_endpoint(settings.preview_endpoint),
         template_max_mib=settings.template_max_mib,
+        workspace_templates_mib=settings.workspace_templates_mib,
         capacity=CapacityRules(
             cpu_overcommit=settings.cpu_overcommit,
             memory_reserve_mib=settings.memory_reserve_mib,

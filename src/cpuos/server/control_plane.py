@@ -69,6 +69,7 @@ class ServerOptions:
     inner_data_url: Callable[[], str | None] = lambda: None
     """URL of the gateway as the server itself reaches it; None: as clients do."""
     template_max_mib: int = 8192
+    workspace_templates_mib: int = 65536
     capacity: CapacityRules = field(default_factory=CapacityRules)
     create_deadline_s: float = 120.0
     """A sandbox that is not running by then is failed."""
@@ -356,6 +357,7 @@ def _verbs(
         clock=clock,
         gate=Gate(tickets, lambda: options.inner_data_url() or options.data_url() or ""),
         max_mib=options.template_max_mib,
+        workspace_mib=options.workspace_templates_mib,
     )
     return _Verbs(
         lifecycle=lifecycle,

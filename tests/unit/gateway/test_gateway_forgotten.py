@@ -57,3 +57,33 @@ async def test_each_is_asked_to_its_answer(closes: bytes) -> None:
     assert set(answered) == set(wanted)
     if not closes:
         assert answered == wanted
+
+
+async def test_what_ends_while_others_are_being_forgotten_is_forgotten_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_client, "DELETE_QUIET_S", 0.02)
+    answered: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                answered.append(head.split()[1].rpartition("/")[2])
+                if answered == ["command0"]:
+                    agent.forget_command("command1")  # a second task begins, and the first goes on after this answer
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            writer.close()
+
+    monkeypatch.setattr(AgentClient, "_spawn", lambda self, work: begun.append(asyncio.create_task(work)))
+    begun: list[asyncio.Task[None]] = []
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    agent = AgentClient(LocalDialler(address=server.sockets[0].getsockname()), sandbox_id=SANDBOX, generation=1)
+    async with server:
+        agent.forget_command("command0")
+        await until(lambda: len(answered) == 2)
+        problems = await asyncio.gather(*begun, return_exceptions=True)
+        await agent.aclose()
+    assert [problem for problem in problems if problem is not None] == []
+    assert answered == ["command0", "command1"]

@@ -329,6 +329,8 @@ class AgentClient:
             if len(self._ended) < DELETE_BATCH:
                 await asyncio.sleep(DELETE_QUIET_S)
             batch, self._ended[:] = self._ended[:DELETE_BATCH], self._ended[DELETE_BATCH:]
+            if not batch:
+                return  # taken away while this slept
             with contextlib.suppress(CpuosError):
                 await self._forget(batch)
 

@@ -50,18 +50,16 @@ from cpuos.server.templates.recipe import (
     steps_of,
     steps_shown,
 )
+from cpuos.server.templates.room import TemplateRoom
 from cpuos.server.templates.starts import READY_S, begin
 from cpuos.types.command import Command
 from cpuos.types.error import Error
-from cpuos.types.sandbox import SandboxCreate
+from cpuos.types.sandbox import Isolation, SandboxCreate
 from cpuos.types.template import Build, BuildState, BuildStep, StepState, TemplateBuild, TemplateInfo
 
 __all__ = ["BUILD_LABEL", "Builder"]
 
 BUILD_LABEL = "cpuos.build"
-# Builds of one workspace at once; each holds a sandbox, which has its own quota too.
-MAX_BUILDS = 8
-MAX_TEMPLATES = 200
 _PACKED_OUTPUT = 256 << 10
 # The build ends its sandbox; the sandbox's own time is for what nobody ends.
 _SANDBOX_MARGIN_S = 60.0
@@ -106,7 +104,9 @@ class Builder:
         clock: Clock,
         gate: Gate,
         max_mib: int,
+        workspace_mib: int,
     ) -> None:
+        """`max_mib` is of one image, `workspace_mib` of all that a workspace has."""
         self._database = database
         self._scheduler = scheduler
         self._lifecycle = lifecycle
@@ -115,6 +115,7 @@ class Builder:
         self._clock = clock
         self._gate = gate
         self._max_mib = max_mib
+        self._room = TemplateRoom(database, workspace_mib=workspace_mib)
         self._active: dict[str, _Active] = {}
         self._begun: Counter[str] = Counter()
         self._storing: set[str] = set()
@@ -145,7 +146,8 @@ class Builder:
                 hint="use another name",
                 details={"field": "name", "value": request.name},
             )
-        await self._check_limits(workspace, request.name)
+        at_work = sum(active.workspace == workspace for active in self._active.values()) + self._begun[workspace]
+        await self._room.check_counts(workspace, request.name, builds=at_work)
         parent = await self._names.get(workspace, request.from_)
         reused = await self._reuse(request, workspace=workspace, parent_digest=parent.digest)
         if reused is not None:
@@ -160,6 +162,7 @@ class Builder:
                 disk_mib=request.disk_mib,
                 timeout_s=request.timeout_s + _SANDBOX_MARGIN_S,
                 labels={BUILD_LABEL: build_id},
+                min_isolation=Isolation.EMULATED,  # the steps change the root that they see
             )
             row = await self._lifecycle.create(wanted, workspace=workspace, actor=actor, begun=begun)
         finally:
@@ -319,6 +322,7 @@ class Builder:
             async with AsyncExitStack() as undo:
                 node = self._scheduler.client(active.sandbox.node)
                 undo.push_async_callback(_quietly, lambda: node.delete_template(image))
+                await self._room.check_size(active.workspace, active.build.name, size=packed.size)
                 await self._during(active, "store", self._store(guest, node, image=image, packed=packed))
                 # Its room is free for the try: the workspace may have no more than this one sandbox.
                 await self._kill(active.sandbox, reason="its template is built")
@@ -370,6 +374,7 @@ class Builder:
             disk_mib=min(request.disk_mib, _TRY_DISK_MIB),
             timeout_s=_TRY_S + READY_S,
             labels={BUILD_LABEL: active.build.id},
+            min_isolation=Isolation.EMULATED,
         )
         meaning = Meaning(name=template.name, image=image, template=template)
         row = await self._lifecycle.create(wanted, workspace=active.workspace, actor=active.actor, meaning=meaning)
@@ -458,25 +463,6 @@ class Builder:
             )
             await records.insert_build(connection, build, workspace=workspace, created_at=now)
         return build
-
-    async def _check_limits(self, workspace: str, name: str) -> None:
-        at_work = sum(active.workspace == workspace for active in self._active.values()) + self._begun[workspace]
-        if at_work >= MAX_BUILDS:
-            raise LimitReached(
-                f"cannot build template: {at_work} builds of this workspace are at work",
-                f"{MAX_BUILDS} may be at once",
-                hint="repeat when some have ended",
-                details={"limit": "builds", "max": MAX_BUILDS},
-            )
-        async with self._database.read() as connection:
-            rows = await records.list_templates(connection, workspace)
-        if len(rows) >= MAX_TEMPLATES and all(row.name != name for row in rows):
-            raise LimitReached(
-                f"cannot build template: the workspace has {len(rows)} of its own",
-                f"{MAX_TEMPLATES} may be there",
-                hint="cpuos template rm NAME",
-                details={"limit": "templates", "max": MAX_TEMPLATES},
-            )
 
 
 def _at(active: _Active) -> str:

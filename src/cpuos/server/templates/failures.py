@@ -30,11 +30,13 @@ async def output_end(guest: Guest, command_id: str) -> str:
 
 
 def build_failed(build: Build, step: str, why: str, *, output: str = "") -> InvalidRequest:
-    text = next((shown.text for shown in build.steps if shown.name == step), "")
+    shown = next((shown for shown in build.steps if shown.name == step), None)
+    text = shown.text if shown is not None else ""
     return InvalidRequest(
         f"cannot build template {build.name!r}: step {step!r} failed ({_printable(text)})",
         why,
         code="build_failed",
+        hint=f"cpuos logs {build.sandbox} {shown.command}" if shown is not None and shown.command else "",
         details={"step": step, "output": output},
     )
 
