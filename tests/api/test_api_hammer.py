@@ -27,14 +27,30 @@ class Hammer:
 
     async def step(self, server: Server) -> None:
         node, gateway, chance = self.installation.node, self.installation.gateway, self.random
-        known = [one["id"] for one in (await server.http.get("/v1/sandboxes?state=all")).json()["sandboxes"]]
-        verbs = ["create"] * 6 + ["kill"] * 4 + ["die"] * 2 + ["update", "expire"]
+        records = (await server.http.get("/v1/sandboxes?state=all")).json()["sandboxes"]
+        known = [one["id"] for one in records]
+        fit = [one["id"] for one in records if one["state"] in ("running", "pausing", "paused", "resuming")] or known
+        verbs = ["create"] * 6 + ["kill"] * 3 + ["die"] * 2 + ["update", "expire", "idle", "fork", "snapshot", "remove"]
+        verbs += ["pause"] * 5 + ["resume"] * 3 + ["called"] * 2
         outages = ["node", "gateway", "gates"] if self.runs > 1 else []
         match chance.choice(verbs + outages):
             case "create":
                 await self.create(server)
             case "kill" if known:
                 await server.kill(chance.choice(known))
+            case "pause" | "resume" as verb if known:
+                await server.http.post(f"/v1/sandboxes/{chance.choice(fit)}/{verb}")
+            case "called" if gateway.suspended:
+                await gateway.call(chance.choice(list(gateway.suspended)))
+            case "idle":
+                gateway.idle_since = {one: None for one in chance.sample(known, len(known) // 2)}
+            case "snapshot" if known:
+                await server.http.post(f"/v1/sandboxes/{chance.choice(fit)}/snapshots", json={})
+            case "fork" if known:
+                body = {"count": chance.choice([1, 2])}
+                await server.http.post(f"/v1/sandboxes/{chance.choice(fit)}/fork", json=body)
+            case "remove" if node.snapshots_kept:
+                await server.http.delete(f"/v1/snapshots/{chance.choice(list(node.snapshots_kept))}")
             case "die" if node.sandboxes:
                 await node.die(chance.choice(list(node.sandboxes)))
             case "update" if known:
@@ -49,6 +65,8 @@ class Hammer:
             case "gates":
                 for gate in (node.create_gate, node.answer_gate, gateway.attach_gate):
                     gate.clear() if chance.random() < 0.3 else gate.set()
+                for verb in ("pause", "resume", "settle", "snapshot"):
+                    node.gates[verb].close() if chance.random() < 0.2 else node.gates[verb].open()
 
     async def create(self, server: Server) -> None:
         if not self.keys or self.random.random() < 0.7:
@@ -56,6 +74,8 @@ class Hammer:
         key = self.random.choice(self.keys)
         name = self.random.choice([None, "a", "b"]) if key == self.keys[-1] else None
         body = {**SMALL, "labels": {"key": key}} | ({"name": name} if name else {})
+        if key == self.keys[-1]:
+            body |= self.random.choice([{}, {"idle_timeout_s": 30}, {"on_timeout": "pause"}, {"auto_resume": False}])
         answer = await server.create(key=key, **body)
         if answer.status_code == 201:
             self.answers.setdefault(key, set()).add(answer.json()["sandbox"]["id"])
@@ -71,7 +91,7 @@ class Hammer:
             await asyncio.sleep(self.random.choice([0, 0, 0.002, 0.02]))
             if self.random.random() < 0.2 and calls:
                 self.random.choice(calls).cancel()  # a client that goes away
-        await asyncio.wait(calls, timeout=0.3)
+        await asyncio.wait(calls, timeout=1.0)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -81,6 +101,8 @@ class Hammer:
         node.reachable = gateway.reachable = True
         for gate in (node.create_gate, node.answer_gate, gateway.attach_gate):
             gate.set()
+        for closed in node.gates.values():
+            closed.open()
 
 
 @pytest.mark.parametrize("seed", range(4))
