@@ -215,8 +215,9 @@ class Creating:
         )
         spec = self._kit.spec_of(record)
         image = assembly.images.path(plan.saved.name) if plan.saved is not None else None
-        parts = assembly.part_steps(spec, network=record.policy, image=image)
-        memory = image / MEMORY if image is not None and plan.restored is Restored.MEMORY else None
+        warm = plan.restored is Restored.MEMORY
+        parts = assembly.part_steps(spec, network=record.policy, image=image, warm=warm)
+        memory = image / MEMORY if image is not None and warm else None
         root = image / ROOT if image is not None and plan.restored is Restored.ROOT else None
         start = assembly.start_step(spec, plan.runtime, started=started, memory=memory, root=root)
         if plan.saved is not None:
@@ -251,7 +252,8 @@ def _taken_up(plan: _Plan) -> dict[str, object]:
     """What the record says of where it came from."""
     if plan.saved is None:
         return {}
-    said: dict[str, object] = {"restored": plan.restored, "restored_at": plan.saved.created_at}
+    saved_at = (plan.restored is Restored.ROOT and plan.saved.root_at) or plan.saved.created_at
+    said: dict[str, object] = {"restored": plan.restored, "restored_at": saved_at}
     if plan.restored is Restored.MEMORY:
         said |= {"incarnation": 1, "thaw": plan.saved.freeze, "thaw_from": plan.saved.sandbox}
     return said

@@ -10,7 +10,7 @@ import structlog
 
 from cpuos.errors import CapacityExceeded, Conflict, CpuosError, PlatformError
 from cpuos.node.assembly import RestoreFailed
-from cpuos.node.images import MEMORY, ROOT, Manifest, pause_name
+from cpuos.node.images import MEMORY, ROOT, Manifest, pause_name, root_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
@@ -76,12 +76,23 @@ class Pausing:
                 return await self._take_up(current, saved, restored=Restored.ROOT)
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
-        """It answers: the image is not needed any more."""
+        """It answers: of the image only the root is needed any more, should the sandbox die."""
         async with self._ledger.lock(sandbox_id):
             record = self._ledger.running(sandbox_id, generation=generation)
             if record.unsettled:
                 await self._ledger.keep(record.becomes(Stage.RUNNING, unsettled=False))
-                await asyncio.to_thread(self._kit.assembly.images.discard, pause_name(sandbox_id))
+                await asyncio.to_thread(self._keep_root, sandbox_id)
+
+    def _keep_root(self, sandbox_id: str) -> None:
+        images, pause, name = self._kit.assembly.images, pause_name(sandbox_id), root_name(sandbox_id)
+        try:
+            saved = images.read(pause)
+            if saved.root:
+                images.link(pause, name, [ROOT])
+                images.commit(saved.model_copy(update={"name": name, "freeze": ""}))
+        except (CpuosError, OSError):
+            log.exception("root not kept", sandbox=sandbox_id)
+        images.discard(pause)
 
     async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
         """Undo a resume that is not settled."""

@@ -1,0 +1,168 @@
+"""The volume of disks and images has no room: what needs some is refused before it begins, sandboxes keep what they
+were promised, and no disk sees an error."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cpuos import Client, Sandbox, Snapshot
+from cpuos.errors import CapacityExceeded, LimitReached
+from cpuos.testing.instance import Instance
+from cpuos.testing.waiting import wait_until
+
+pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(400)]
+VOLUME_MIB, DISK_MIB = 2048, 128
+SHAPE = {"template": "base", "cpu": 1, "memory": "256MiB", "disk": f"{DISK_MIB}MiB", "timeout": "1h"}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Instance]:
+    small = Instance(runtime="gvisor", max_sandboxes=6, disk_reserve_mib=64)
+    with volume(small.folder / "volume.img", small.state_dir), small:
+        yield small
+
+
+@pytest.fixture(scope="module")
+def own(small: Instance) -> Client:
+    return small.client()
+
+
+@contextmanager
+def volume(image: Path, place: Path) -> Iterator[None]:
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(VOLUME_MIB << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, place], check=True)
+    place.chmod(0o755)
+    try:
+        yield
+    finally:
+        wait_until(lambda: subprocess.run(["umount", place], stderr=subprocess.DEVNULL).returncode == 0)
+        place.rmdir()
+        image.parent.rmdir()
+
+
+@contextmanager
+def filled(small: Instance, *, leave_mib: int) -> Iterator[None]:
+    """Something else takes all but so much of the volume."""
+    filler = small.state_dir / "filler"
+    status = os.statvfs(small.state_dir)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - (leave_mib << 20))
+    try:
+        yield
+    finally:
+        filler.unlink()
+        own = small.client()  # the server has asked the node anew
+        wait_until(lambda: own.get_json("/v1/capacity")["disk_mib"]["total"] > 3 * DISK_MIB)
+
+
+@pytest.fixture(autouse=True)
+def _disks_see_no_error(small: Instance) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    said = subprocess.run(["dmesg", "--raw"], capture_output=True, text=True, check=True).stdout.splitlines()
+    of_here = {f"loop{path.parts[3].removeprefix('loop')}" for path in loops(small)}
+    for line in said:
+        at, _, text = line.partition("] ")
+        if float(at.partition("[")[2] or 0) >= began - 1:
+            assert not (
+                "error" in text.lower() and any(f"{loop}," in text or f"({loop})" in text for loop in of_here)
+            ), text
+    for path in loops(small):
+        errors = Path(f"/sys/fs/ext4/{path.parts[3]}/errors_count")
+        assert not errors.exists() or errors.read_text().strip() == "0"
+
+
+def loops(small: Instance) -> list[Path]:
+    backing = Path("/sys/block").glob("loop*/loop/backing_file")
+    return [path for path in backing if str(small.folder) in path.read_text()]
+
+
+def fill_root(sandbox: Sandbox) -> None:
+    """So that its image is large."""
+    sandbox.exec("head -c 50M /dev/urandom > ~/held; head -c 20M /dev/urandom > kept; sync kept", check=True)
+
+
+def sums(sandbox: Sandbox) -> str:
+    return sandbox.exec("cat kept ~/held | sha256sum", check=True, timeout="120s").stdout
+
+
+def images(small: Instance) -> list[str]:
+    return sorted(os.listdir(small.settings.node_state_dir / "snapshots"))
+
+
+def test_saving_is_refused_and_others_have_what_was_promised(small: Instance, own: Client) -> None:
+    with Sandbox.create(client=own, **SHAPE) as saved, Sandbox.create(client=own, **SHAPE) as other:
+        fill_root(saved)
+        before, capacity = sums(saved), own.get_json("/v1/capacity")
+        # Room for what is to be saved, but that is promised to the disks.
+        with filled(small, leave_mib=2 * DISK_MIB + 20):
+            for verb in (saved.pause, saved.snapshot, lambda: saved.fork(1)):
+                with pytest.raises(CapacityExceeded) as refused:
+                    verb()
+                assert "room" in str(refused.value)
+                assert saved.refresh().state == "running"
+                assert sums(saved) == before
+                assert images(small) == []
+            wait_until(lambda: own.get_json("/v1/capacity")["disk_mib"]["total"] < 3 * DISK_MIB)
+            with pytest.raises(CapacityExceeded):
+                Sandbox.create(client=own, **SHAPE)
+            wrote = other.exec("head -c 100M /dev/urandom > big && sync big && sha256sum < big", timeout="200s")
+            assert wrote.ok, wrote
+            assert other.exec("sha256sum < big", timeout="120s").stdout == wrote.stdout
+        assert [snap.state for snap in Snapshot.list(client=own) if snap.state != "failed"] == []
+        assert own.get_json("/v1/capacity")["disk_mib"]["reserved"] == capacity["disk_mib"]["reserved"]
+        saved.pause()
+        assert sums(saved) == before
+
+
+def test_one_that_is_paused_stays_so(small: Instance, own: Client) -> None:
+    with Sandbox.create(client=own, **SHAPE) as sandbox:
+        job = sandbox.spawn("sleep 1000")
+        fill_root(sandbox)
+        before = sums(sandbox)
+        sandbox.pause()
+        held = images(small)
+        with filled(small, leave_mib=40):
+            for verb in (sandbox.snapshot, sandbox.resume):
+                with pytest.raises(CapacityExceeded):
+                    verb()
+                assert sandbox.refresh().state == "paused"
+                assert images(small) == held
+        sandbox.resume()
+        with filled(small, leave_mib=40):
+            assert sandbox.exec("echo small > note && sync note").ok
+            with pytest.raises(CapacityExceeded):
+                sandbox.pause()
+            assert sandbox.refresh().state == "running"
+            assert sums(sandbox) == before
+        sandbox.pause()
+        assert sums(sandbox) == before
+        assert job.refresh().status == "running"
+
+
+def test_an_upload_that_the_disk_has_no_room_for(small: Instance, own: Client) -> None:
+    data = random.Random(1).randbytes((DISK_MIB + 20) << 20)
+    with Sandbox.create(client=own, **SHAPE) as sandbox:
+        used = sandbox.exec("df --output=used /workspace | tail -1", check=True).stdout
+        with pytest.raises(LimitReached) as refused:
+            sandbox.files.write("big", data)
+        assert refused.value.code == "disk_full"
+        assert sandbox.exec("ls -A").stdout == ""
+        assert sandbox.exec("df --output=used /workspace | tail -1", check=True).stdout == used
+        fits = data[: 60 << 20]
+        sandbox.files.write("fits", fits)
+        sandbox.pause()
+        told = sandbox.exec("sha256sum < fits", check=True).stdout.split()[0]
+        assert told == hashlib.sha256(fits).hexdigest()
