@@ -84,6 +84,7 @@ class GatewaySandbox:
         self._starting = 0
         self._attaching = asyncio.Lock()
         self._identifying: asyncio.Future[Hello] | None = None
+        self._freezing: asyncio.Future[dict[str, Any]] | None = None
         self.hello: Hello | None = None
 
     # attach and detach
@@ -190,17 +191,20 @@ class GatewaySandbox:
             if if_idle_since is not None and (self.idle_since is None or self.idle_since > if_idle_since):
                 raise Conflict(f"cannot suspend sandbox {self.id}: it is not idle", code="sandbox_busy")
             self.gate.shut(suspending=True)
+            self._freezing = asyncio.ensure_future(self._freeze(agent, freeze))
             try:
-                told = await self._freeze(agent, freeze)
+                told = await self._freezing
             except AgentFailure:
                 self.gate.shut()
                 self._agent, self.hello = None, None
                 await agent.aclose()
                 raise
-            except BaseException:
+            except BaseException as error:
                 for run in self.runs.values():
                     run.go_on(agent, known=True)
                 self.gate.reopen()
+                if isinstance(error, asyncio.CancelledError) and self._freezing.cancelled():
+                    raise SandboxGone(f"cannot suspend sandbox {self.id}: it was ended meanwhile") from None
                 raise
             self._agent, self.hello = None, None
             self.gate.suspend(freeze, told, auto_resume=auto_resume)
@@ -220,9 +224,10 @@ class GatewaySandbox:
         return frozen.model_dump()
 
     async def detach(self, status: CommandStatus, reason: str) -> None:
-        """The sandbox ended: so do its commands and streams; output stays readable. An attach that waits is ended."""
-        if self._identifying is not None:
-            self._identifying.cancel()
+        """The sandbox ended: so do its commands and streams; output stays readable. Who waits for its agent is told."""
+        for waiting in (self._identifying, self._freezing):
+            if waiting is not None:
+                waiting.cancel()
         async with self._attaching:
             if self.ended is None:
                 await self.end(status, reason)

@@ -15,6 +15,8 @@ __all__ = ["Gate", "Suspension"]
 
 WAKE_WAIT_S = 30.0
 """A call for a suspended sandbox waits so long for its resume."""
+MAX_WAITING = 512
+"""Calls of one sandbox that wait; more are refused at once."""
 REATTACH_WAIT_S = 10.0
 """A call for a sandbox that a restarted gateway has not reached yet waits so long."""
 
@@ -77,6 +79,8 @@ class Gate:
 
     async def wait(self) -> None:
         """Return when the gate is open; each caller of a suspended sandbox is told to those who can resume it."""
+        if self.paused and self._waiting >= MAX_WAITING:
+            raise self.refusal()
         called = None
         self._waiting += 1
         try:

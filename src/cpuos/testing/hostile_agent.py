@@ -57,6 +57,7 @@ class Misdeed(StrEnum):
     WRONG_GENERATION = "wrong_generation"
     REFUSE_IDENTITY = "refuse_identity"
     # freezes
+    NO_SUCH_CALL = "no_such_call"  # as an agent of an earlier release answers
     MANY_LISTENERS = "many_listeners"  # more than a sandbox may tell
     LYING_LISTENERS = "lying_listeners"  # ports and addresses that cannot be
     FROZEN_FOR_EVER = "frozen_for_ever"  # says that it is frozen, whatever thaws it
@@ -189,6 +190,8 @@ class HostileAgent:
             await wire.answer(self.hello() | {"sandbox": "z" * 20})
         elif misdeed is Misdeed.WRONG_GENERATION:
             await wire.answer(self.hello() | {"generation": self._generation + 7})
+        elif misdeed is Misdeed.NO_SUCH_CALL:
+            await wire.answer({"code": "not_found", "message": "no such call", "errno": 0}, status=404)
         elif misdeed is Misdeed.MANY_LISTENERS:
             listeners = [{"port": 1 + number % 65535, "address": "127.0.0.1"} for number in range(20_000)]
             await wire.answer({"processes": 1, "listeners": listeners, "commands": []})

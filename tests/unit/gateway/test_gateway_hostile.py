@@ -29,7 +29,7 @@ STREAMS = [
 ]
 """Misdeeds after a proper STARTED: the command has begun, and ends as unknown."""
 TOLD_APART = {Misdeed.BACK_OFFSET, Misdeed.FLOOD, Misdeed.SILENT_STREAM, Misdeed.LYING_ENDED, Misdeed.AFTER_ENDED}
-TOLD_APART |= {Misdeed.MANY_LISTENERS, Misdeed.LYING_LISTENERS, Misdeed.FROZEN_FOR_EVER}
+TOLD_APART |= {Misdeed.NO_SUCH_CALL, Misdeed.MANY_LISTENERS, Misdeed.LYING_LISTENERS, Misdeed.FROZEN_FOR_EVER}
 CALLS = [misdeed for misdeed in Misdeed if misdeed not in {*STREAMS, *TOLD_APART, Misdeed.NO_STARTED}]
 
 

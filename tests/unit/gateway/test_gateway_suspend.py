@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 import os
 import time
@@ -20,7 +21,7 @@ from test_gateway_hostile import AGENT_CODES, CALLS, attached
 from test_gateway_restart import control
 from websockets.asyncio.client import connect
 
-from cpuos.gateway import suspension
+from cpuos.gateway import commands, suspension
 from cpuos.testing.hostile_agent import Misdeed
 from cpuos.testing.waiting import until
 from cpuos.types.frames import Frame, FrameDecoder, FrameKind, encode_frame
@@ -408,6 +409,66 @@ async def test_a_hostile_answer_to_a_freeze(tmp_path: Path, misdeed: Misdeed) ->
         agent.behave()
         await until(lambda: _attached(rig))
         assert (await client.call("GET", "/files/stat?path=/x")).status_code in (404, 502)
+
+
+async def test_an_agent_of_an_earlier_release(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (agent, rig, client):
+        agent.misbehave(Misdeed.NO_SUCH_CALL, at="/v1/freeze")
+        answer = await rig.suspend(FREEZE)
+        assert error_code(answer) == "freeze_failed"
+        assert "earlier release" in answer.text
+        assert await _attached(rig)
+        assert (await client.call("GET", "/files/stat?path=/x")).status_code == 502
+
+
+async def test_a_kill_does_not_wait_for_a_freeze(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (agent, rig, _):
+        agent.misbehave(Misdeed.NEVER_ANSWER, at="/v1/freeze")
+        sandbox = rig.gateway.sandboxes.get(SANDBOX)
+        sandbox._agent.times = dataclasses.replace(sandbox._agent.times, freeze_s=300)
+        asked = asyncio.create_task(rig.suspend(FREEZE))
+        await until(lambda: any("freeze" in line for line in agent.requests))
+        answer = await rig.control.post(f"/v1/sandboxes/{SANDBOX}/detach", json={"reason": "stopped", "text": "x"})
+        assert answer.status_code == 204
+        assert error_code(await asked) == "sandbox_lost"
+        assert sandbox.ended is not None
+
+
+async def test_so_many_calls_wait_and_no_more(rig: Rig, client: DataClient, dialler, monkeypatch) -> None:
+    monkeypatch.setattr(suspension, "MAX_WAITING", 2)
+    await suspend(rig)
+    waiting = [asyncio.create_task(client.call("GET", "/files/stat?path=/")) for _ in range(2)]
+    await until(lambda: rig.gateway.sandboxes.get(SANDBOX).gate._waiting == 2)
+    assert error_code(await client.call("GET", "/files/stat?path=/")) == "sandbox_paused"
+    await resume(rig, dialler)
+    assert [(await task).status_code for task in waiting] == [200, 200]
+
+
+async def test_a_gateway_that_died_before_it_knew_of_the_freeze(agent: int, dialler, tmp_path) -> None:
+    """The agent is frozen and nothing says so: the next gateway finds it, and it goes on."""
+    mint = TicketMint(tmp_path)
+    async with open_rig(tmp_path, dialler, mint=mint) as rig, rig.client() as client:
+        await rig.attach()
+        command_id = await client.spawn("for i in $(seq 200); do echo $i; sleep 0.005; done")
+        sandbox = rig.gateway.sandboxes.get(SANDBOX)
+        for run in sandbox.runs.values():
+            run.hold()
+        await sandbox._agent.freeze(FREEZE)
+    async with open_rig(tmp_path, dialler, mint=mint) as rig, rig.client() as client:
+        assert (await client.wait(command_id))["exit_code"] == 0
+        assert (await client.call("GET", f"/commands/{command_id}/output")).content.count(b"\n") == 200
+
+
+async def test_a_pause_does_not_count_as_a_command_s_time(rig: Rig, client: DataClient, dialler, monkeypatch) -> None:
+    monkeypatch.setattr(commands, "TIMEOUT_GRACE_S", 0.1)
+    command_id = await client.spawn("sleep 0.5; echo in time", timeout_s=1.0)
+    await suspend(rig)
+    clock = rig.gateway.sandboxes.get(SANDBOX).gate
+    await until(lambda: clock._clock() - clock.suspension.since > 1.2)
+    await resume(rig, dialler)
+    rig.gateway.sandboxes.get(SANDBOX).look()
+    ended = await client.wait(command_id)
+    assert (ended["status"], ended["exit_code"]) == ("exited", 0)
 
 
 async def test_a_hostile_agent_that_is_never_thawed(tmp_path: Path) -> None:
