@@ -228,10 +228,11 @@ class Chaos:
     def create(self, dice: random.Random, client: Client) -> None:
         with self._call("create", makes=True):
             sandbox = Sandbox.create(client=client, **SHAPE)
-            self._add(Box(id=sandbox.id))
-            with self._call("count", box=self.boxes[sandbox.id]):
+            box = Box(id=sandbox.id)
+            self._add(box)
+            with self._call("count", box=box):
                 sandbox.spawn(_COUNTER)
-                self.boxes[sandbox.id].count = 0
+                box.count = 0
 
     def create_from_snapshot(self, dice: random.Random, client: Client) -> None:
         snap = self._pick_snap(dice)

@@ -26,7 +26,7 @@ from cpuos.node import host
 from cpuos.node.api import create_api
 from cpuos.node.assembly import Assembly
 from cpuos.node.dial import DialServer
-from cpuos.node.facts import NodeFactsReader
+from cpuos.node.facts import NodeFactsReader, read_name
 from cpuos.node.identity import load_identity
 from cpuos.node.images import ImageStore
 from cpuos.node.journal import Journal
@@ -171,7 +171,13 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         max_sandboxes=settings.max_sandboxes,
         checkpoint=parts.checkpoint,
     )
-    facts = NodeFactsReader(volume=state, templates=templates, runtimes=runtimes, max_sandboxes=settings.max_sandboxes)
+    facts = NodeFactsReader(
+        name=read_name(state / "name"),
+        volume=state,
+        templates=templates,
+        runtimes=runtimes,
+        max_sandboxes=settings.max_sandboxes,
+    )
     return _Node(service=service, facts=facts, store=store)
 
 

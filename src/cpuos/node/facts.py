@@ -12,11 +12,24 @@ from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.templates import Templates
 from cpuos.types.node import NodeFacts
 
-__all__ = ["NodeFactsReader"]
+__all__ = ["NodeFactsReader", "read_name"]
+
+
+def read_name(path: Path) -> str:
+    """The node's name: the host's as it was at the first start. Records name the node, and a host may be renamed."""
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        name = socket.gethostname()
+        draft = path.with_name(f".{path.name}")
+        draft.write_text(f"{name}\n")
+        draft.rename(path)
+        return name
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFactsReader:
+    name: str
     volume: Path
     """Any folder of the volume that holds the sandboxes' disks."""
     templates: Templates
@@ -25,7 +38,7 @@ class NodeFactsReader:
 
     async def read(self) -> NodeFacts:
         return NodeFacts(
-            node=socket.gethostname(),
+            node=self.name,
             version=version("cpuos"),
             boot_id=host.boot_id(),
             runtimes=await self.runtimes.facts(),
