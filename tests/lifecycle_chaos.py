@@ -13,6 +13,7 @@ import signal
 import sqlite3
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ _COUNTER = """mkfifo /tmp/never; exec -a chaos-counter bash -c '
 exec 3<>/tmp/never; n=0; while :; do n=$((n+1)); echo $n >/tmp/n; read -t 1 -u 3; done'"""
 _WRITE = """set -e; mkdir -p c ~/c; yes {name} | head -n {lines} > ~/c/{name}
 cp ~/c/{name} c/.{name}; sync c/.{name}; mv c/.{name} c/{name}; sync c"""
-_LOOK = """pgrep -fc '^chaos-counte[r]'; echo $(cat /tmp/n)
+_LOOK = """pgrep -fc '^chaos-counte[r]'; echo "came to $(cat /tmp/n)"
 cd /workspace/c && sha256sum f-* || true; echo; cd ~/c && sha256sum f-* || true"""
 _LINES = 500
 # Parts are away, states change under a call, a sandbox was killed: answers that say so. All else is a fault.
@@ -148,7 +149,7 @@ class Chaos:
         try:
             work(*args)
         except BaseException as error:  # a thread's end must not go unseen
-            self.wrong(f"{name}: {type(error).__name__}: {error}")
+            self.wrong(f"{name}: {''.join(traceback.format_exception(error))}")
             with self._lock:
                 self._begun = self.operations
                 self._lock.notify_all()
@@ -339,6 +340,7 @@ class Chaos:
             if (strange := found.keys() - may) or torn:
                 self.wrong(f"{box.id} has in {place} what is not its own: {sorted(strange)}, or torn: {sorted(torn)}")
         if count is not None:
+            counted = counted.removeprefix("came to ")
             told = int(counted or 0)
             reason = sandbox.refresh().reason
             if counters != "1" or (counted and told < count):
