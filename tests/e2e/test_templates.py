@@ -84,11 +84,20 @@ def test_a_template_of_files_and_commands(instance, client, tmp_path):
     assert len(images(instance)) == 1
     Template.delete("mine", client=client)
     with Sandbox.create("other", client=client, **SMALL) as sandbox:
+        sandbox.exec("echo kept > ~/kept", check=True)
+        sandbox.pause()
+        sandbox.resume()
         assert sandbox.exec("cat /etc/motd").stdout == "hello\n"
+        snapshot = sandbox.snapshot()
     # Made of a built one, and under a name that meant another: sandboxes get the newest.
     Template.build("other", from_="other", run=["echo changed > /etc/motd"], client=client)
     with Sandbox.create("other", client=client, **SMALL) as sandbox:
         assert sandbox.exec("cat /etc/motd /opt/ran; echo $GREETING").stdout == "changed\nran\nhello there\n"
+    # What was saved goes on from the image that it was begun with.
+    with snapshot.fork(1)[0] as sandbox:
+        assert sandbox.info.template_digest == built.digest
+        assert sandbox.exec("cat /etc/motd ~/kept").stdout == "hello\nkept\n"
+    snapshot.delete()
 
 
 def test_a_failed_build_says_which_step_and_leaves_nothing(instance, client):
