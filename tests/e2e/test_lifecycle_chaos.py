@@ -50,10 +50,10 @@ def test_random_operations(own: Instance, operations: int) -> None:
     own.wait_ready()
     client = own.client()
     wait_until(lambda: not in_between(client), within_s=SETTLES_S)
-    assert chaos.faults == []
+    assert not chaos.faults, "\n".join(chaos.faults)
     all_known_are_whole(chaos, client)
     all_end(own, client)
-    assert chaos.faults == []
+    assert not chaos.faults, "\n".join(chaos.faults)
     assert history.illegal() == []
     lost = [move for move in history.moves() if move[2] == "lost"]
     assert all(reason and was != "paused" for _, was, _, reason in lost), lost
