@@ -86,7 +86,7 @@ def ask(sandbox: Sandbox, *questions: tuple, server: str = ROUTER, limit_s: floa
     result = sandbox.exec(["python3", "-c", ASK, json.dumps(given)])
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(rows) == len(questions), (result.stdout, result.stderr)
-    assert all(row[3] < 9 for row in rows), rows
+    assert all(row[3] < 9 or row[0] == "TimeoutError" for row in rows), rows
     return [tuple(row[:3]) for row in rows]
 
 
@@ -269,7 +269,7 @@ def test_a_flood_hurts_only_its_sandbox(world, free, listed):
     job = free.spawn(["python3", "-c", flood])
     try:
         for _ in range(3):
-            rows = ask(listed, *(("web.allowed.example", 1) for _ in range(60)))
+            rows = ask(listed, *(("web.allowed.example", 1) for _ in range(60)), limit_s=4)
             found = [(row[0], *row[1]) for row in rows]
             assert found.count((NOERROR, addresses.WEB)) >= 57, found  # a datagram may be lost on a busy machine
     finally:
