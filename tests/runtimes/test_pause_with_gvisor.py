@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -205,6 +207,37 @@ async def test_snapshot_then_three_that_go_on_from_it(node: Node, client: LocalN
     assert (await client.stats(again.id)).processes >= 2
     cold = await begin(node, client, node.next("f", snapshot="t" * 20, warm=False))
     assert (await cold.guest.run("cat /workspace/own")).strip() == last.id
+
+
+async def test_what_is_left_of_one_that_died_goes_on(node: Node, client: LocalNodeClient) -> None:
+    box = await begin(node, client)
+    await box.guest.run("echo e > /etc/e; rm /etc/issue")
+    await box.freeze()
+    await box.pause()
+    await box.resume()
+    await box.guest.identify()
+    await box.settle()
+    await box.guest.run("echo k > /etc/k")
+    await client.keep_root(A, generation=box.generation)
+    await box.guest.run("echo w > /workspace/w; echo later > /etc/later")
+    after = (await client.changes(0)).seq
+    journal = node.settings.node_state_dir / "journal" / f"{A}.json"
+    os.kill(json.loads(journal.read_text())["process"]["pid"], signal.SIGKILL)
+    heard = await client.changes(after, wait_s=10)
+    assert [facts.alive for facts in heard.changes] == [False]
+    deadline = time.monotonic() + 10
+    while '"ended": true' not in journal.read_text():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    assert {line.split()[0] for line in node.traces()} == {"disk"}
+    made = await box.snapshot(freeze=None, memory=False)
+    assert made.root_at < made.created_at
+    await client.delete(A, generation=box.generation)
+    again = await begin(node, client, node.next(snapshot=S))
+    assert (await client.get(A)).restored == "root"
+    said = await again.guest.run("cat /workspace/w /etc/e /etc/k; ls /etc/issue /etc/later")
+    assert said.split()[:3] == ["w", "e", "k"]
+    assert said.count("No such file") == 2
 
 
 @pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -116,6 +116,11 @@ async def _snapshot_sandbox(call: _Call) -> BaseModel:
     return await call.service.snapshot(call.sandbox_id, asked)
 
 
+async def _keep_root(call: _Call) -> None:
+    asked = _parse(NodeGeneration, await _read_body(call.request))
+    await call.service.keep_root(call.sandbox_id, generation=asked.generation)
+
+
 async def _list_snapshots(call: _Call) -> dict[str, Any]:
     return {"snapshots": await call.service.snapshots()}
 
@@ -164,6 +169,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/v1/sandboxes/{sandbox_id}/settle", _settle_sandbox),
     ("POST", "/v1/sandboxes/{sandbox_id}/repause", _repause_sandbox),
     ("POST", "/v1/sandboxes/{sandbox_id}/snapshot", _snapshot_sandbox),
+    ("POST", "/v1/sandboxes/{sandbox_id}/keep-root", _keep_root),
     ("GET", "/v1/snapshots", _list_snapshots),
     ("DELETE", "/v1/snapshots/{snapshot}", _delete_snapshot),
     ("PUT", "/v1/templates/{image}", _put_template),

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from cpuos.errors import CapacityExceeded, PlatformError
-from cpuos.node.images import AGENT, DISK, ImageStore, pause_name
+from cpuos.node.images import AGENT, DISK, ImageStore, pause_name, root_name
 from cpuos.node.journal import Record
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
@@ -68,8 +68,11 @@ class Assembly:
             node_public_key=self._node_public_key,
         )
 
-    def part_steps(self, spec: SandboxSpec, *, network: EffectivePolicy, image: Path | None = None) -> list[Step]:
-        """What must be there before the process; none of these needs another. `image`: the snapshot to begin with."""
+    def part_steps(
+        self, spec: SandboxSpec, *, network: EffectivePolicy, image: Path | None = None, warm: bool = False
+    ) -> list[Step]:
+        """What must be there before the process; none of these needs another. `image`: the snapshot to begin with,
+        `warm`: with its processes."""
 
         async def make_disk() -> None:
             if image is None:
@@ -83,7 +86,9 @@ class Assembly:
         return [
             Step(
                 name="workdir",
-                do=lambda: self._make_workdir(spec.id, agent=self._agent if image is None else image / AGENT),
+                do=lambda: self._make_workdir(
+                    spec.id, agent=image / AGENT if image is not None and warm else self._agent
+                ),
                 undo=lambda: self._clear_workdir(spec.id),
             ),
             Step(name="disk", do=make_disk, undo=lambda: self.disks.remove(spec.id)),
@@ -134,31 +139,32 @@ class Assembly:
 
         return Step(name="start", do=start, undo=lambda: runtime.destroy(spec.id))
 
-    def end_steps(self, sandbox_id: str, *, runtimes: list[Runtime]) -> list[Step]:
-        """All parts; of those on the host the process first. Each step may be repeated and bears "nothing there"."""
+    def end_steps(self, sandbox_id: str, *, runtimes: list[Runtime], keep_disk: bool = False) -> list[Step]:
+        """All parts; of those on the host the process first. Each step may be repeated and bears "nothing there". With
+        `keep_disk` its files stay: the disk, and what was saved of its root."""
 
         async def destroy() -> None:
             for runtime in runtimes:
                 await runtime.destroy(sandbox_id)
 
-        async def release_slot() -> None:
-            await self.slots.release(sandbox_id)
+        async def remove_images() -> None:
+            names = [pause_name(sandbox_id), *([] if keep_disk else [root_name(sandbox_id)])]
+            for name in names:
+                await asyncio.to_thread(self.images.discard, name)
 
-        async def remove_disk() -> None:
-            await self.disks.remove(sandbox_id)
-
+        disk = self.disks.park if keep_disk else self.disks.remove
         return [
-            Step(name="image", do=lambda: asyncio.to_thread(self.images.discard, pause_name(sandbox_id))),
+            Step(name="image", do=remove_images),
             Step(name="destroy", do=destroy),
-            Step(name="slot", do=release_slot),
-            Step(name="disk", do=remove_disk),
+            Step(name="slot", do=lambda: self.slots.release(sandbox_id)),
+            Step(name="disk", do=lambda: disk(sandbox_id)),
             Step(name="workdir", do=lambda: self._clear_workdir(sandbox_id)),
         ]
 
     async def leftovers(self) -> set[str]:
         """Ids of all of which anything of this instance is on the host."""
         found = {name for name in os.listdir(self._workdirs) if re.fullmatch(SANDBOX_ID_PATTERN, name)}
-        found.update(await self.disks.leftovers(), await self.slots.leftovers(), self.images.paused())
+        found.update(await self.disks.leftovers(), await self.slots.leftovers(), self.images.owners())
         for runtime in self._runtimes:
             found.update(await runtime.leftovers())
         return found

@@ -105,7 +105,12 @@ class NodeClient(Protocol):
     async def snapshot(
         self, sandbox_id: str, *, generation: int, snapshot: str, freeze: str | None = None, memory: bool = True
     ) -> SnapshotFacts:
-        """Of a frozen sandbox, which the next dial's statement thaws, or of a paused one. A repeat answers the same."""
+        """Of a frozen sandbox, which the next dial's statement thaws, of a paused one, or (without memory) of what is
+        left of one that died and was not deleted. A repeat answers the same."""
+        ...
+
+    async def keep_root(self, sandbox_id: str, *, generation: int) -> None:
+        """Save what a running sandbox has outside of /workspace, for the case that it dies. A pause does so too."""
         ...
 
     async def snapshots(self) -> list[SnapshotFacts]: ...
@@ -191,6 +196,9 @@ class LocalNodeClient:
     ) -> SnapshotFacts:
         body = NodeSnapshotCreate(generation=generation, snapshot=snapshot, freeze=freeze, memory=memory)
         return SnapshotFacts.model_validate(await self._act(sandbox_id, "snapshot", body))
+
+    async def keep_root(self, sandbox_id: str, *, generation: int) -> None:
+        await self._act(sandbox_id, "keep-root", NodeGeneration(generation=generation))
 
     async def snapshots(self) -> list[SnapshotFacts]:
         answer = await self._call("GET", "/v1/snapshots")

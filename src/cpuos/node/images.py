@@ -9,6 +9,8 @@
     snapshots/<name>/agent/           the agent that the processes began with
 
 A name is the id of a snapshot, or `pause-` and the id of a sandbox: that one keeps its disk, so there is no disk.img.
+`root-` and the id of a sandbox is what its last pause saved of its root, kept while it runs on: with its disk that is
+what is left of it should it die.
 An image is made below `.part-<name>` and is there once that is renamed. None is ever changed.
 """
 
@@ -34,11 +36,11 @@ from cpuos.errors import Conflict, NotFound, PlatformError
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
-__all__ = ["AGENT", "DISK", "MEMORY", "ROOT", "ImageStore", "Manifest", "pause_name"]
+__all__ = ["AGENT", "DISK", "MEMORY", "ROOT", "ImageStore", "Manifest", "pause_name", "root_name"]
 
 log = structlog.get_logger("cpuos.node")
 
-_NAME = re.compile(rf"(pause-)?({SANDBOX_ID_PATTERN[1:-1]})")
+_NAME = re.compile(rf"(pause-|root-)?({SANDBOX_ID_PATTERN[1:-1]})")
 _PART, _TRASH = ".part-", ".trash-"
 _KEY_BYTES = 32
 _PIECE = 1 << 20
@@ -68,6 +70,8 @@ class Manifest(BaseModel):
     max_processes: int
     policy: EffectivePolicy
     created_at: datetime
+    root_at: datetime | None = None
+    """When its root was saved, where that was before the rest."""
     files: dict[str, int] = {}
     """Size of each file by its path."""
 
@@ -82,6 +86,10 @@ class Manifest(BaseModel):
 
 def pause_name(sandbox_id: str) -> str:
     return f"pause-{sandbox_id}"
+
+
+def root_name(sandbox_id: str) -> str:
+    return f"root-{sandbox_id}"
 
 
 class ImageStore:
@@ -214,8 +222,8 @@ class ImageStore:
         """Names of all that are there, whole."""
         return sorted(name for name in os.listdir(self._folder) if _NAME.fullmatch(name) and self.has(name))
 
-    def paused(self) -> list[str]:
-        """Ids of all sandboxes with an image of a pause, or a part of one."""
+    def owners(self) -> list[str]:
+        """Ids of all sandboxes with an image of their own, or a part of one."""
         found = set()
         for name in os.listdir(self._folder):
             match = _NAME.fullmatch(name.removeprefix(_PART))
@@ -299,7 +307,7 @@ def _sha256(path: Path) -> str:
 def _said(name: str) -> str:
     match = _NAME.fullmatch(name)
     assert match is not None
-    return f"the image of paused sandbox {match[2]}" if match[1] else f"snapshot: {name}"
+    return f"what is kept of sandbox {match[2]}" if match[1] else f"snapshot: {name}"
 
 
 def _not_found(name: str) -> NotFound:

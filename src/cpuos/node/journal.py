@@ -32,7 +32,7 @@ class Stage(StrEnum):
     PAUSING = "pausing"  # frozen while its image is made
     PAUSED = "paused"  # its image is whole; all else but files is removed or being removed
     RESUMING = "resuming"
-    DEAD = "dead"  # its process ended; all else of it is removed or being removed
+    DEAD = "dead"  # its process ended; all else of it but its files is removed or being removed
     DELETING = "deleting"
     GONE = "gone"  # deleted; kept for a while as a fence against late calls
 
@@ -57,7 +57,7 @@ class Record(BaseModel):
     started_at: datetime | None = None
     exit_reason: str = ""
     ended: bool = False
-    """Its resources on the host are removed."""
+    """Its resources on the host are removed; of a dead one its files are kept."""
     parked: bool = False
     """It is paused and only files of it are left."""
     pause_reason: str = ""

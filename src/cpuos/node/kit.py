@@ -46,9 +46,10 @@ class Kit:
         """How many sandboxes count against `max_sandboxes`: those that have more than files here."""
         return sum(not (record.ended or record.stage is Stage.PAUSED) for record in self.ledger.all())
 
-    def end_steps(self, record: Record) -> list[Step]:
+    def end_steps(self, record: Record, *, keep_disk: bool = False) -> list[Step]:
         runtime = self.runtimes.find(record.request.runtime)
-        return self.assembly.end_steps(record.id, runtimes=[runtime] if runtime is not None else [])
+        runtimes = [runtime] if runtime is not None else []
+        return self.assembly.end_steps(record.id, runtimes=runtimes, keep_disk=keep_disk)
 
     async def adopt(self, record: Record, runtime: Runtime) -> str:
         """Take over slot and watch of a sandbox that runs. Empty when that is done, else why it cannot be."""

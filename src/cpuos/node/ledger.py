@@ -100,6 +100,13 @@ class Ledger:
             raise stale_generation(sandbox_id, asked=generation, known=record.generation)
         return record
 
+    def dead(self, sandbox_id: str, *, generation: int) -> Record | None:
+        """The record of one that died, of which nothing but files is here."""
+        record = self._records.get(sandbox_id)
+        if record is None or record.stage is not Stage.DEAD or not record.ended or record.generation != generation:
+            return None
+        return record
+
     def running(self, sandbox_id: str, *, generation: int | None = None) -> Record:
         """The record of one whose processes are there and may go on."""
         known = self._records.get(sandbox_id)

@@ -52,13 +52,14 @@ class Lives:
         await asyncio.gather(*watches, return_exceptions=True)
 
     async def end(self, record: Record, *, reason: str) -> None:
-        """Report the death first, then take away what is left on the host."""
+        """Report the death first, then take away what is left on the host but its files: a snapshot can be made of
+        them until it is deleted."""
         record = record.becomes(Stage.DEAD, exit_reason=record.exit_reason or reason, changed_at=self._ledger.clock())
         await self._ledger.keep(record)
         self._ledger.publish(record)
         log.warning("sandbox died", sandbox=record.id, generation=record.generation, reason=record.exit_reason)
         try:
-            await run_steps("end", self._kit.end_steps(record), checkpoint=self._kit.checkpoint)
+            await run_steps("end", self._kit.end_steps(record, keep_disk=True), checkpoint=self._kit.checkpoint)
             await self._ledger.keep(record.becomes(Stage.DEAD, ended=True))
         except Exception:
             log.exception("sandbox not cleaned yet", sandbox=record.id)

@@ -18,9 +18,9 @@ __all__ = ["check_room_to_restore", "manifest_of", "needs", "save_steps"]
 
 
 def needs(runtime: Runtime, verb: str, sandbox_id: str, capability: Capability = Capability.PAUSE) -> None:
-    """Raise unless the runtime can save the memory of its sandboxes."""
+    """Raise unless the runtime can save its sandboxes so."""
     if capability not in runtime.capabilities:
-        raise Conflict(f"cannot {verb} sandbox: {sandbox_id}", f"runtime {runtime.name!r} cannot save its memory")
+        raise Conflict(f"cannot {verb} sandbox: {sandbox_id}", f"runtime {runtime.name!r} has no {capability.value}")
 
 
 def manifest_of(record: Record, *, name: str, runtime: Runtime, now: datetime, freeze: str | None = None) -> Manifest:

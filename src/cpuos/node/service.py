@@ -132,6 +132,9 @@ class NodeService:
     async def snapshot(self, sandbox_id: str, request: NodeSnapshotCreate) -> SnapshotFacts:
         return await self.ledger.whole(self._snapshots.make(sandbox_id, request))
 
+    async def keep_root(self, sandbox_id: str, *, generation: int) -> None:
+        await self.ledger.whole(self._snapshots.keep_root(sandbox_id, generation=generation))
+
     async def snapshots(self) -> list[SnapshotFacts]:
         return await self._snapshots.list()
 

@@ -8,12 +8,13 @@ import secrets
 import structlog
 
 from cpuos.errors import Conflict, InvalidRequest
-from cpuos.node.images import AGENT, DISK, MEMORY, ROOT, Manifest, pause_name
+from cpuos.node.images import AGENT, DISK, MEMORY, ROOT, Manifest, pause_name, root_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.refusals import could_not
 from cpuos.node.saving import manifest_of, needs, save_steps
 from cpuos.node.steps import Step, UndoFailed, run_steps
+from cpuos.runtimes.base import Capability
 from cpuos.types.node import NodeSnapshotCreate, SnapshotFacts
 
 __all__ = ["Snapshots"]
@@ -29,19 +30,36 @@ class Snapshots:
 
     async def make(self, sandbox_id: str, request: NodeSnapshotCreate) -> SnapshotFacts:
         """Of one that is frozen, which a dial's statement thaws then whatever came of it; of one that runs, where only
-        files are asked for; or of a paused one. A repeat answers the same."""
+        files are asked for; of a paused one; or of what is left of one that died. A repeat answers the same."""
         async with self._ledger.lock(sandbox_id), self._ledger.lock(_key(request.snapshot)):
-            record = self._ledger.held(sandbox_id, generation=request.generation)
+            dead = self._ledger.dead(sandbox_id, generation=request.generation)
+            record = dead or self._ledger.held(sandbox_id, generation=request.generation)
             known = await self._known(request.snapshot, of=record)
             if known is not None:
                 return known
-            if record.stage is Stage.PAUSED:
+            if dead is not None:
+                await self._copy_dead(dead, request)
+            elif record.stage is Stage.PAUSED:
                 await self._copy_paused(record, request)
             else:
                 await self._save(self._ledger.running(sandbox_id), request)
         self._ledger.spawn(asyncio.to_thread(self._images.hash, request.snapshot))
         log.info("snapshot made", sandbox=sandbox_id, snapshot=request.snapshot, memory=request.memory)
         return await asyncio.to_thread(self._facts, request.snapshot)
+
+    async def keep_root(self, sandbox_id: str, *, generation: int) -> None:
+        """Save the root of one that runs, as of now: should it die, this is what is left of it beside its disk."""
+        async with self._ledger.lock(sandbox_id):
+            self._ledger.held(sandbox_id, generation=generation)
+            record = self._ledger.running(sandbox_id)
+            runtime, name = self._kit.runtime_of(record), root_name(sandbox_id)
+            needs(runtime, "keep the root of", sandbox_id, Capability.FILESYSTEM_CHECKPOINT)
+            manifest = manifest_of(record, name=name, runtime=runtime, now=self._ledger.clock(), freeze="")
+            steps = [
+                *save_steps(self._kit, record, runtime=runtime, name=name, memory=False),
+                Step(name="commit", do=lambda: asyncio.to_thread(self._images.commit, manifest)),
+            ]
+            await self._in_steps(record, steps)
 
     async def list(self) -> list[SnapshotFacts]:
         """All that are whole and this node's; pauses are not among them."""
@@ -104,20 +122,31 @@ class Snapshots:
             self._ledger.publish(current)
 
     async def _copy_paused(self, record: Record, request: NodeSnapshotCreate) -> None:
-        """The files of an image are never changed: they get a second name."""
         saved = await asyncio.to_thread(self._images.read, pause_name(record.id))
         memory = request.memory and saved.memory
-        manifest = saved.model_copy(
-            update={"name": request.snapshot, "freeze": saved.freeze if memory else "", "files": {}}
-        )
-        folders = [AGENT, ROOT, *([MEMORY] if memory else [])]
+        manifest = saved.model_copy(update={"name": request.snapshot, "freeze": saved.freeze if memory else ""})
+        await self._copy(record, manifest, of=saved.name, folders=[AGENT, ROOT, *([MEMORY] if memory else [])])
+
+    async def _copy_dead(self, record: Record, request: NodeSnapshotCreate) -> None:
+        if request.memory:
+            raise InvalidRequest(f"cannot save sandbox: {record.id}", "it died, and its processes with it")
+        name, now = root_name(record.id), self._ledger.clock()
+        manifest = manifest_of(record, name=request.snapshot, runtime=self._kit.runtime_of(record), now=now, freeze="")
+        if await asyncio.to_thread(self._images.has, name):
+            saved = await asyncio.to_thread(self._images.read, name)
+            manifest = manifest.model_copy(update={"root_at": saved.created_at})
+        await self._copy(record, manifest, of=name, folders=[ROOT])
+
+    async def _copy(self, record: Record, manifest: Manifest, *, of: str, folders: list[str]) -> None:
+        """The files of an image are never changed: they get a second name."""
+        name = manifest.name
         steps = [
             Step(
                 name="begin",
-                do=lambda: asyncio.to_thread(self._images.link, saved.name, request.snapshot, folders),
-                undo=lambda: asyncio.to_thread(self._images.discard, request.snapshot),
+                do=lambda: asyncio.to_thread(self._images.link, of, name, folders),
+                undo=lambda: asyncio.to_thread(self._images.discard, name),
             ),
-            self._disk_step(record, request.snapshot),
+            self._disk_step(record, name),
             Step(name="commit", do=lambda: asyncio.to_thread(self._images.commit, manifest)),
         ]
         await self._in_steps(record, steps)
@@ -139,7 +168,7 @@ class Snapshots:
         found = []
         for name in self._images.list():
             try:
-                if not name.startswith(pause_name("")):
+                if "-" not in name:
                     found.append(self._facts(name))
             except Exception:  # it goes in this moment, or is damaged: whoever asks for it by name is told
                 continue
@@ -173,4 +202,5 @@ def _facts_of(saved: Manifest, *, size_bytes: int) -> SnapshotFacts:
         disk_mib=saved.disk_mib,
         max_processes=saved.max_processes,
         created_at=saved.created_at,
+        root_at=(saved.root_at or saved.created_at) if saved.root else None,
     )

@@ -160,7 +160,7 @@ class Upkeep:
         """What is on the host under this instance's names and no record owns."""
         for sandbox_id in sorted(await self._kit.assembly.leftovers()):
             record = self._ledger.find(sandbox_id)  # looked up last: a create may have begun meanwhile
-            if record is not None and not record.ended:
+            if record is not None and record.stage is not Stage.GONE:
                 continue
             log.warning("orphan found", sandbox=sandbox_id)
             try:

@@ -194,3 +194,5 @@ class SnapshotFacts(Answer):
     disk_mib: int
     max_processes: int
     created_at: datetime
+    root_at: datetime | None = None
+    """When its root was saved; before the rest where its sandbox had died."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 
@@ -178,7 +179,7 @@ async def test_failed_pause_lets_it_run_on(settings, asking, point):
         facts = await node.client.get(A)
         assert (facts.alive, facts.paused) == (True, False)
         assert node.service.ledger.find(A).process.pid == pid
-        assert not node.service._assembly.images.paused()
+        assert not node.service._assembly.images.owners()
         statement = await said(node)
         assert statement["thaw"] == FREEZE
         assert statement["incarnation"] > before["incarnation"]
@@ -413,3 +414,57 @@ async def test_id_of_a_snapshot_is_taken_once(node, asking):
         await node.client.snapshot(B, generation=1, snapshot=S, freeze=FREEZE)
     with pytest.raises(NotFound):
         await node.client.delete_snapshot("..%2fx")
+
+
+async def test_snapshot_of_what_is_left_of_one_that_died(node, asking):
+    await node.client.create(asking())
+    (node.parts.disks.path(A) / "workspace" / "kept").write_text("here")
+    root = node.settings.run_dir / "fake" / "runtime" / A / "root" / "etc" / "kept"
+    root.parent.mkdir(exist_ok=True)
+    root.write_text("root")
+    await pause(node)
+    paused_at = node.service.ledger.find(A).changed_at
+    await resume(node)
+    await node.client.settle(A, generation=1)
+    after = (await node.client.changes(0)).seq
+    await node.parts.runtimes["fake"].destroy(A)
+    heard = await node.client.changes(after, wait_s=5)
+    assert [facts.alive for facts in heard.changes] == [False]
+    async with node.service.ledger.lock(A):
+        pass  # what goes has gone
+    await node.service.sweep()
+    assert await node.parts.disks.leftovers() == [A]
+    with pytest.raises(InvalidRequest):
+        await snapshot(node)
+    made = await snapshot(node, freeze=None, memory=False)
+    assert (made.memory, made.root) == (False, True)
+    assert made.root_at <= paused_at < made.created_at
+    await node.client.delete(A, generation=1)
+    again = await node.client.create(asking(generation=2, snapshot=S))
+    assert (again.restored, again.restored_at) == ("root", made.root_at)
+    assert (node.parts.disks.path(A) / "workspace" / "kept").read_text() == "here"
+    assert root.read_text() == "root"
+    await node.client.delete(A, generation=2)
+    await node.client.delete_snapshot(S)
+    await assert_nothing_left(node.settings, node.parts)
+    assert list((node.settings.node_state_dir / "snapshots").iterdir()) == []
+
+
+async def test_root_is_kept_on_demand(node, asking):
+    await node.client.create(asking())
+    root = node.settings.run_dir / "fake" / "runtime" / A / "root" / "etc" / "kept"
+    root.parent.mkdir(exist_ok=True)
+    for text in ("first", "second"):
+        root.write_text(text)
+        await node.client.keep_root(A, generation=1)
+    assert (await node.client.get(A)).incarnation == 0
+    root.write_text("never kept")
+    await node.parts.runtimes["fake"].destroy(A)
+    while not node.service.ledger.find(A).ended:  # noqa: ASYNC110 (its watch)
+        await asyncio.sleep(0.01)
+    made = await snapshot(node, freeze=None, memory=False)
+    assert made.root
+    await node.client.create(asking("b", snapshot=S))
+    assert (node.settings.run_dir / "fake" / "runtime" / B / "root" / "etc" / "kept").read_text() == "second"
+    with pytest.raises(CpuosError):
+        await node.client.keep_root(A, generation=1)
