@@ -200,8 +200,8 @@ class FakeNode:
     async def snapshot(
         self, sandbox_id: str, *, generation: int, snapshot: str, freeze: str | None = None, memory: bool = True
     ) -> SnapshotFacts:
-        facts = await self._called("snapshot", sandbox_id, generation)
-        if not facts.paused and freeze is None:
+        facts = await self._called("snapshot", sandbox_id, generation, dead=not memory)
+        if facts.alive and not facts.paused and freeze is None:
             raise Conflict("cannot make a snapshot: it runs and is not frozen", code="wrong_state")
         self.snapshots_kept[snapshot] = SnapshotFacts(
             id=snapshot,
@@ -236,7 +236,7 @@ class FakeNode:
             raise error
         self.snapshots_kept.pop(snapshot, None)
 
-    async def _called(self, verb: str, sandbox_id: str, generation: int) -> SandboxFacts:
+    async def _called(self, verb: str, sandbox_id: str, generation: int, *, dead: bool = False) -> SandboxFacts:
         self.calls[verb] += 1
         self._demand_reachable()
         await self.gates[verb].passed()
@@ -247,7 +247,7 @@ class FakeNode:
             raise NotFound(f"cannot find sandbox: {sandbox_id}", code="sandbox_not_found")
         if facts.generation != generation:
             raise Conflict("cannot do it: another generation", code="stale_generation")
-        if not facts.alive:
+        if not facts.alive and not dead:
             raise SandboxGone(f"cannot {verb}: it is dead", facts.exit_reason)
         return facts
 

@@ -131,7 +131,7 @@ BEFORE = {"resume": [pause], "remove": [snapshot]}
 STEPS = {
     "create": ["write", "write", "create", "attach", "write", "write"],
     "kill": ["write", "write", "detach", "delete", "write", "write"],
-    "die": ["write", "write", "detach", "write", "delete"],
+    "die": ["write", "write", "detach", "write", "snapshot", "write", "delete"],
     "expire": ["write", "write", "detach", "delete", "write"],
     "pause": ["write", "write", "suspend", "pause", "write", "write"],
     "resume": ["write", "write", "resume", "attach", "settle", "write", "write"],

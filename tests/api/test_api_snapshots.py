@@ -170,6 +170,56 @@ async def test_a_repeat_with_the_key_makes_nothing_more(server: Server) -> None:
     assert len((await server.http.get("/v1/sandboxes")).json()["sandboxes"]) == 3
 
 
+# --- what is lost ---
+
+
+async def test_the_files_of_a_lost_sandbox_are_kept_for_a_day(server: Server) -> None:
+    sandbox = (await server.created(name="one", labels={"a": "b"}))["id"]
+    node, clock = server.installation.node, server.installation.clock
+    await node.die(sandbox)
+    await server.settle()
+    assert (await server.get("one"))["state"] == "lost"
+    (kept,) = (await server.http.get(f"/v1/snapshots?sandbox={sandbox}")).json()["snapshots"]
+    assert (kept["state"], kept["memory"], kept["created_by"]) == ("ready", False, "system")
+    assert kept["reason"] == "kept when its sandbox was lost: killed by the kernel: out of memory"
+    box = await server.created(snapshot=kept["id"])
+    assert (node.begun_with[box["id"]], box["labels"]) == ((kept["id"], False), {"a": "b"})
+    await check_nothing_is_left(server)
+    clock.advance(86000)
+    await server.settle()
+    assert len((await server.http.get("/v1/snapshots")).json()["snapshots"]) == 1
+    clock.advance(500)
+    await server.settle()
+    assert (await server.http.get("/v1/snapshots")).json()["snapshots"] == []
+    await check_nothing_is_left(server)
+
+
+async def test_what_was_left_undone_when_it_was_lost_is_done_later(installation: Installation) -> None:
+    """The server was ended between the word that it is lost and the keeping of its files."""
+    async with installation.serve(stop_grace_s=0) as server:
+        sandbox = (await server.created(name="one"))["id"]
+        installation.node.gates["snapshot"].close()
+        await installation.node.die(sandbox)
+        await server.plane.reconciler.take_changes([installation.node.sandboxes[sandbox]])
+        await until(lambda: installation.node.gates["snapshot"].waiting)
+    installation.node.gates["snapshot"].open()
+    async with installation.serve() as server:
+        assert (await server.get("one"))["state"] == "lost"
+        await server.settle()
+        assert len((await server.http.get("/v1/snapshots")).json()["snapshots"]) == 1
+        await check_nothing_is_left(server)
+
+
+async def test_what_cannot_be_kept_is_lost_all_the_same(server: Server) -> None:
+    sandbox = (await server.created(name="one"))["id"]
+    server.installation.node.errors["snapshot"] = Unavailable("cannot reach it", "down", code="node_unavailable")
+    await server.installation.node.die(sandbox)
+    await server.settle()
+    assert (await server.get("one"))["state"] == "lost"
+    assert (await server.http.get("/v1/snapshots")).json()["snapshots"] == []
+    await check_nothing_is_left(server)
+
+
 # --- what a tenant could try ---
 
 

@@ -347,6 +347,7 @@ def _verbs(
     snapshots = Snapshots(
         database=database, scheduler=scheduler, lifecycle=lifecycle, pausing=pausing, quotas=quotas, clock=clock
     )
+    lifecycle.rescue_by(snapshots.rescue)
     tickets = TicketSigner(load_ticket_key(options.ticket_key), clock)
     builder = Builder(
         database=database,

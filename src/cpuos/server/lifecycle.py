@@ -7,7 +7,7 @@ record says `running`. What fails is undone in the reverse order. No network cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -36,6 +36,7 @@ from cpuos.types.sandbox import SandboxCreate, SandboxState, SandboxUpdate
 __all__ = ["Creation", "Lifecycle"]
 
 _log = structlog.get_logger("cpuos.server.lifecycle")
+Rescue = Callable[[Row[Any]], Awaitable[None]]
 
 
 class Creation:
@@ -91,6 +92,11 @@ class Lifecycle:
         self._create_deadline = timedelta(seconds=create_deadline_s)
         self._agent_wait_s = agent_wait_s
         self._creations: dict[str, Creation] = {}
+        self._rescue: Rescue | None = None
+
+    def rescue_by(self, rescue: Rescue) -> None:
+        """What keeps the files of one that was lost before its node removes them."""
+        self._rescue = rescue
 
     def creation(self, sandbox_id: str) -> Creation | None:
         """The create of this sandbox, while this process works on it."""
@@ -196,6 +202,8 @@ class Lifecycle:
         _log.warning("sandbox lost", sandbox=row.id, reason=reason)
         self._scheduler.release(row.id)
         await self.detach(changed)
+        if self._rescue is not None:
+            await self._rescue(changed)
         await self._remove_from_node(changed)
 
     async def detach(self, row: Row[Any]) -> None:

@@ -11,9 +11,10 @@ import structlog
 from sqlalchemy import Row
 from sqlalchemy.exc import IntegrityError
 
-from cpuos.errors import Conflict, CpuosError, InvalidRequest, PlatformError
+from cpuos.errors import Conflict, CpuosError, InvalidRequest, NotFound, PlatformError, Unavailable
 from cpuos.scheduler.base import Scheduler
 from cpuos.server.asks import new_id, snapshot_amount
+from cpuos.server.audit import SYSTEM
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
 from cpuos.server.db.snapshots import (
@@ -21,6 +22,7 @@ from cpuos.server.db.snapshots import (
     change_snapshot,
     insert_snapshot,
     remove_snapshot,
+    rescued_snapshot,
     resolve_snapshot,
 )
 from cpuos.server.lifecycle import Lifecycle
@@ -38,6 +40,8 @@ _log = structlog.get_logger("cpuos.server.snapshots")
 _SHAPE = ("template", "cpu", "memory_mib", "disk_mib", "max_processes")
 _TAKEN = frozenset({SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.PAUSED, SandboxState.RESUMING})
 FAILED_KEPT = timedelta(days=1)
+RESCUED_KEPT = timedelta(days=1)
+RESCUE_PAUSES_S = (0.1, 0.3, 1.0, 2.0)
 UNOWNED_GRACE = timedelta(seconds=30)
 
 Begun = Callable[[str], None]
@@ -100,15 +104,10 @@ class Snapshots:
     ) -> Row[Any]:
         now = self._clock()
         values = {
-            **{
-                name: getattr(row, name)
-                for name in ("workspace", "runtime", "node", "image", "template_digest", "network", *_SHAPE)
-            },
-            "id": snapshot_id,
+            **_values(row, snapshot_id),
             "name": request.name,
             "state": SnapshotState.CREATING.value,
             "internal": internal,
-            "sandbox": row.id,
             "memory": request.memory,
             "labels": row.labels if request.labels is None else request.labels,
             "created_by": actor,
@@ -219,6 +218,43 @@ class Snapshots:
         await asyncio.gather(*undone, return_exceptions=True)  # what cannot be ended now the reconciler ends
         raise errors[0]
 
+    # --- of what was lost ---
+
+    async def rescue(self, row: Row[Any]) -> None:
+        """Keep the files of a sandbox that died, as far as its node has them: a day long, as a snapshot of the system.
+
+        The record says already that it is lost. What cannot be kept is not: then nothing of it is left, as is said.
+        """
+        async with self._database.read() as connection:
+            if await rescued_snapshot(connection, row) is not None:
+                return
+        snapshot_id = new_id()
+        self._working.add(snapshot_id)
+        try:
+            facts = await self._save_dead(row, snapshot_id)
+            if facts is None:
+                return
+            reason = f"kept when its sandbox was lost: {row.reason}"
+            values = {**_values(row, snapshot_id), "memory": False, "reason": reason, "size_bytes": facts.size_bytes}
+            values |= {"created_by": SYSTEM, "created_at": self._clock(), "changed_at": self._clock()}
+            async with self._database.write() as connection:
+                await insert_snapshot(connection, {**values, "state": SnapshotState.READY.value})
+            _log.info("files of a lost sandbox kept", sandbox=row.id, snapshot=snapshot_id)
+        finally:
+            self._working.discard(snapshot_id)
+
+    async def _save_dead(self, row: Row[Any], snapshot_id: str) -> SnapshotFacts | None:
+        node = self._scheduler.client(row.node)
+        for pause_s in (*RESCUE_PAUSES_S, None):
+            try:
+                return await node.snapshot(row.id, generation=row.generation, snapshot=snapshot_id, memory=False)
+            except CpuosError as error:
+                if pause_s is None or isinstance(error, NotFound | Unavailable):
+                    _log.warning("files of a lost sandbox not kept", sandbox=row.id, error=str(error))
+                    return None
+                await asyncio.sleep(pause_s)  # the node is still taking away what is left of its processes
+        return None
+
     # --- remove ---
 
     async def delete(self, row: Row[Any]) -> Row[Any]:
@@ -282,6 +318,10 @@ class Snapshots:
             await self._scheduler.client(row.node).delete_snapshot(row.id)
             async with self._database.write() as connection:
                 await remove_snapshot(connection, row.id)
+        elif (
+            state is SnapshotState.READY and row.created_by == SYSTEM and row.created_at < self._clock() - RESCUED_KEPT
+        ):
+            await self._discard(row)
         elif state is SnapshotState.FAILED and row.changed_at < self._clock() - FAILED_KEPT:
             async with self._database.write() as connection:
                 await remove_snapshot(connection, row.id)
@@ -326,6 +366,12 @@ def _filled(request: SandboxCreate, origin: Row[Any]) -> SandboxCreate:
     if "network" not in request.model_fields_set:
         values["network"] = NetworkPolicy.model_validate(origin.network)
     return request.model_copy(update=values)
+
+
+def _values(row: Row[Any], snapshot_id: str) -> dict[str, Any]:
+    """What a snapshot has of its sandbox."""
+    taken = ("workspace", "runtime", "node", "template_digest", "network", "image", "labels", *_SHAPE)
+    return {**{name: getattr(row, name) for name in taken}, "id": snapshot_id, "sandbox": row.id}
 
 
 def _key(snapshot_id: str) -> str:

@@ -47,7 +47,7 @@ class Snapshot(Answer):
     workspace: str
     state: SnapshotState
     reason: str = ""
-    """Why it failed."""
+    """Why it failed, or why it was made without being asked for."""
     sandbox: str
     """Id of the sandbox that it was made of."""
     memory: bool

@@ -10,6 +10,7 @@ from sqlalchemy import Row, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import Conflict, NotFound
+from cpuos.server.audit import SYSTEM
 from cpuos.server.db.models import SnapshotRow
 from cpuos.server.db.sandboxes import MIN_PREFIX
 from cpuos.types.snapshot import Snapshot, SnapshotState
@@ -21,6 +22,7 @@ __all__ = [
     "insert_snapshot",
     "list_snapshots",
     "remove_snapshot",
+    "rescued_snapshot",
     "resolve_snapshot",
     "snapshot_of",
 ]
@@ -60,6 +62,13 @@ async def list_snapshots(
 async def all_snapshots(connection: AsyncConnection) -> Sequence[Row[Any]]:
     """Of all workspaces: for the reconciler."""
     return (await connection.execute(select(*_rows.c))).all()
+
+
+async def rescued_snapshot(connection: AsyncConnection, row: Row[Any]) -> Row[Any] | None:
+    """What was kept of a sandbox when it was lost, as its record has it."""
+    mine = (_rows.c.sandbox == row.id, _rows.c.created_by == SYSTEM, _rows.c.state == SnapshotState.READY.value)
+    statement = select(*_rows.c).where(*mine, _rows.c.created_at >= row.changed_at)
+    return (await connection.execute(statement.order_by(_rows.c.created_at))).first()
 
 
 async def count_snapshots(connection: AsyncConnection, workspace: str) -> int:
