@@ -69,7 +69,7 @@ func startAgent(t *testing.T) *testAgent {
 	script := fmt.Sprintf(`mount -t tmpfs log /var/log && mount -t tmpfs -o size=1m,mode=1777 full %s/full &&
 exec setpriv --bounding-set -sys_time %s --sandbox sbx --node-key %s --listen 127.0.0.1:0 --user-table %s`,
 		folder, self, base64.StdEncoding.EncodeToString(nodeKey.Public().(ed25519.PublicKey)), etc)
-	a.process = exec.Command("unshare", "--pid", "--fork", "--mount", "--propagation", "slave", "--mount-proc", "sh", "-c", script)
+	a.process = exec.Command("unshare", "--pid", "--uts", "--fork", "--mount", "--propagation", "slave", "--mount-proc", "sh", "-c", script)
 	a.process.Env = append(os.Environ(), agentMark+"=1")
 	a.process.Stderr = os.Stderr
 	a.process.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
