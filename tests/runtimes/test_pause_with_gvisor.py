@@ -114,7 +114,7 @@ async def test_files_and_processes_come_back(node: Node, client: LocalNodeClient
     await box.counts_on()
     await box.freeze()
     assert (await box.pause()).paused
-    assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record"}
+    assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record", "image"}
     (workdir_and_disk,) = [set(os.listdir(node.settings.node_state_dir / name)) for name in ("sandboxes",)]
     assert workdir_and_disk == {A}
     facts = await box.resume()
@@ -145,7 +145,7 @@ async def test_disks_are_let_go_while_later_sandboxes_live(node: Node, client: L
     later = await begin(node, client, node.next("b"))
     await box.freeze()
     await box.pause()
-    assert not [line for line in node.traces() if A in line and line.split()[0] not in ("work", "disk", "record")]
+    assert {line.split()[0] for line in node.traces() if A in line} == {"work", "disk", "record", "image"}
     await box.resume()
     await box.guest.identify()
     await box.settle()
@@ -229,7 +229,7 @@ async def test_what_is_left_of_one_that_died_goes_on(node: Node, client: LocalNo
     while '"ended": true' not in journal.read_text():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
-    assert {line.split()[0] for line in node.traces()} == {"disk"}
+    assert {line.split()[0] for line in node.traces()} == {"disk", "image"}
     made = await box.snapshot(freeze=None, memory=False)
     assert made.root_at < made.created_at
     await client.delete(A, generation=box.generation)
@@ -289,7 +289,7 @@ async def test_a_resume_that_stops_anywhere(node: Node, client: LocalNodeClient,
     facts = await client.get(A)
     assert facts.paused or (kill and point == "resume.running.after")
     if facts.paused:
-        assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record"}
+        assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record", "image"}
     await box.resume()
     await box.guest.identify()
     await box.settle()
@@ -388,7 +388,7 @@ async def test_both_damaged_is_an_error_and_it_stays_paused(node: Node, client: 
         await box.resume()
     assert caught.value.code == "snapshot_damaged"
     assert (await client.get(A)).paused
-    assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record"}
+    assert {line.split()[0] for line in node.traces()} == {"work", "disk", "record", "image"}
     for part in ("memory", "root"):
         _flip(image / part / "pages.img")
     assert (await box.resume()).restored == "memory"

@@ -54,6 +54,8 @@ def _traces(settings: Settings, node_pid: int) -> Iterator[tuple[str, str]]:
     for kind, folder in folders.items():
         for path in folder.iterdir() if folder.is_dir() else ():
             yield kind, path.name
+    for path in (state / "snapshots").glob("*-*"):  # a sandbox's own, and parts of any; snapshots are nobody's
+        yield "image", path.name
     yield from _open_records(state / "journal")
     yield from _mounts(settings, node_pid)
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
