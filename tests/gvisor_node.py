@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cpuos.errors import CpuosError
 from cpuos.node.client import LocalNodeClient
+from cpuos.runtimes.limits import ControlGroups
 from cpuos.settings import Settings, load_settings
 from cpuos.testing.daemons import DaemonForker, NodeDaemon
 from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
@@ -86,6 +87,9 @@ def gvisor_node(*, volume_mib: int | None = None) -> Iterator[Node]:
             if node.process is not None:
                 node.process.terminate()
                 node.process.wait()
+            groups = ControlGroups(settings.instance_id)
+            for sandbox_id in groups.list():  # a test failed
+                groups.kill(sandbox_id)
             remove_mounts(settings)
             remove_groups(settings)
     shutil.rmtree(folder)
