@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from cpuos import AsyncClient, AsyncSandbox, Client, Sandbox
+from cpuos import AsyncClient, AsyncSandbox, Client, Sandbox, Snapshot
 from cpuos.errors import Conflict, CpuosError, LimitReached, NotFound, SandboxGone, Unavailable
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
@@ -221,6 +221,21 @@ def a_death(instance: Instance, part: str, *, after_s: float) -> Iterator[None]:
         yield
     finally:
         timer.join()
+
+
+def test_files_of_a_sandbox_that_dies_are_kept(instance: Instance, client: Client) -> None:
+    """Without sync: what was written lies on its disk image, and begins another sandbox."""
+    with Sandbox.create(client=client, **SMALL) as sandbox:
+        digest = sandbox.exec("head -c 5000000 /dev/urandom | tee data | sha256sum", check=True).stdout.split()[0]
+        instance.kill_sandbox(sandbox.id)
+        wait_until(is_in(sandbox, SandboxState.LOST))
+        (kept,) = wait_until(lambda: Snapshot.list(sandbox=sandbox.id, client=client))
+        assert kept.reason.startswith("kept when its sandbox was lost: ")
+        with Sandbox.create(snapshot=kept.id, client=client) as other:
+            assert other.exec("sha256sum data", check=True).stdout.split()[0] == digest
+            assert other.info.reason == "began without the files outside of /workspace"
+        Snapshot.get(kept.id, client=client).delete()
+    wait_until(lambda: instance.leftovers() == [], within_s=60)
 
 
 @pytest.mark.parametrize("part", ["server", "gateway", "node"])
