@@ -23,6 +23,7 @@ from cpuos import Client, Sandbox, Snapshot
 from cpuos.errors import ERRORS, CpuosError
 from cpuos.server.states import TRANSITIONS
 from cpuos.testing.instance import Instance
+from cpuos.testing.waiting import wait_until
 
 __all__ = ["SHAPE", "Box", "Chaos", "Snap", "StateHistory"]
 
@@ -122,6 +123,7 @@ class Chaos:
         self._begun = 0
         self._names = 0
         self._lock = threading.Condition()
+        self._mine = threading.local()
 
     def run(self) -> None:
         killer = threading.Thread(target=self._guard, args=("killer", self._kill_parts))
@@ -185,7 +187,8 @@ class Chaos:
             pid = self.instance.sandbox_process(box.id)
             process = os.pidfd_open(pid)
             try:
-                if box.id in Path(f"/proc/{pid}/cmdline").read_text() or self.instance.sandbox_process(box.id) == pid:
+                words = Path(f"/proc/{pid}/cmdline").read_text()
+                if box.id in words and str(self.instance.run_dir) in words:
                     box.shot = True
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
@@ -195,6 +198,7 @@ class Chaos:
 
     def _client(self, number: int) -> None:
         dice = random.Random(f"{self.seed} client {number}")
+        self._mine.outcome = ""
         client = self.instance.client()
         verbs: dict[Callable[[random.Random, Client], None], int] = {
             self.create: 8,
@@ -225,6 +229,8 @@ class Chaos:
                 elif not self.snaps and verb in (self.create_from_snapshot, self.delete_snapshot):
                     verb = self.snapshot
             verb(dice, client)
+            if self._mine.outcome in _AWAY:
+                wait_until(lambda: is_well(client), within_s=CALL_S)  # else all that is left meets nothing but this
 
     def create(self, dice: random.Random, client: Client) -> None:
         with self._call("create", makes=True):
@@ -397,8 +403,16 @@ class Chaos:
         took = time.monotonic() - began
         if took > CALL_S and not (waits and box is not None and box.pauses != pauses):
             self.wrong(f"{verb} took {took:.0f} s: {outcome}")
+        self._mine.outcome = outcome
         with self._lock:
             self.tally[f"{verb}: {outcome}"] += 1
+
+
+def is_well(client: Client) -> bool:
+    try:
+        return bool(client.health()["status"] == "ok")
+    except CpuosError:
+        return False
 
 
 def _digest(name: str) -> str:
