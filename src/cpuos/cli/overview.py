@@ -57,6 +57,8 @@ def show(ctx: typer.Context) -> None:
         )
         return
     count = f"{len(live)} sandbox{'' if len(live) == 1 else 'es'} alive"
+    paused = sum(info.state == "paused" for info in live)
+    count += f", {paused} of them paused" if paused else ""
     output.line(f"{state}, {count}" if running else state)
     if capacity is not None:
         output.line(describe_capacity(capacity))
