@@ -18,13 +18,14 @@ import (
 )
 
 const (
-	freezeTime   = 5 * time.Second
-	levelTime    = 100 * time.Millisecond // for processes to be seen stopped, or running; some have their own reasons
-	goOnTime     = time.Second
-	reseedTime   = 3 * time.Second // for all programs together
-	keysTime     = time.Minute
-	maxListeners = 1000
-	reseedFolder = "/cpuos/reseed.d" // below /etc
+	freezeTime    = 5 * time.Second
+	haltTime      = 100 * time.Millisecond
+	goOnTime      = time.Second     // for processes to be seen running again
+	reseedTime    = 3 * time.Second // for all programs together
+	keysTime      = time.Minute
+	manyProcesses = 200
+	maxListeners  = 1000
+	reseedFolder  = "/cpuos/reseed.d" // below /etc
 
 	addEntropyCall, reseedCall = 0x40085203, 0x5207 // RNDADDENTROPY, RNDRESEEDCRNG
 )
@@ -38,8 +39,11 @@ var (
 // freezer holds still what runs in the sandbox while it is saved.
 type freezer struct {
 	mu      sync.Mutex   // held while the sandbox freezes, goes on or is told who it is; guards the rest
-	stopped map[int]bool // processes that something else had stopped before: they stay so
+	stopped map[int]bool // processes that something else had stopped before: they stay so; nil while none is stopped by us
 	told    map[string]any
+
+	continued map[int]bool // by the last thaw, which is not long ago until then: they may still look stopped
+	until     time.Time
 }
 
 func (a *agent) freezeUnder() string {
@@ -65,10 +69,6 @@ func (a *agent) freeze(r *request) any {
 	// Signals to all go to no more than the sandbox's own.
 	self, _ := os.Readlink("/proc/self")
 	demand(self == "1", fail(409, "freeze_failed", "the agent is not the first process here"))
-	a.freezer.stopped = map[int]bool{}
-	for _, p := range listProcesses() {
-		a.freezer.stopped[p.pid] = p.halted()
-	}
 	err := attempt(func() {
 		end := now().Add(freezeTime)
 		a.endCalls(nonce, r.TCPConn, end)
@@ -118,11 +118,16 @@ func (a *agent) stopAll(end time.Time) (count int) {
 		running, waits := 0, map[int]bool{}
 		count = 0
 		all := byDepth()
+		if round == 0 {
+			a.freezer.stopped = map[int]bool{}
+		}
 		for _, level := range all {
+			parents := []process{}
 			for _, p := range level {
 				if p.halted() {
 					count++
-					a.freezer.stopped[p.pid] = a.freezer.stopped[p.pid] || round == 0
+					foreign := round == 0 && !(a.freezer.continued[p.pid] && now().Before(a.freezer.until))
+					a.freezer.stopped[p.pid] = a.freezer.stopped[p.pid] || foreign
 					continue
 				}
 				syscall.Kill(p.pid, syscall.SIGSTOP) // a zombie's threads may live
@@ -130,8 +135,11 @@ func (a *agent) stopAll(end time.Time) (count int) {
 				if p.state != 'Z' {
 					running++
 				}
+				if p.hasChildren {
+					parents = append(parents, p)
+				}
 			}
-			awaitState(level, levelTime, func(p process) bool { return p.halted() || p.state == 'Z' || p.state == 'D' })
+			awaitHalt(parents)
 		}
 		if running == 0 && round > 0 {
 			return count
@@ -153,11 +161,12 @@ func (p process) halted() bool { return p.state == 'T' || p.state == 't' }
 
 // byDepth lists all processes but this one, parents before their children.
 func byDepth() (levels [][]process) {
-	all, parents := listProcesses(), map[int]int{}
+	all, parents, families := listProcesses(), map[int]int{}, map[int]bool{}
 	for _, p := range all {
-		parents[p.pid] = p.parent
+		parents[p.pid], families[p.parent] = p.parent, true
 	}
 	for _, p := range all {
+		p.hasChildren = families[p.pid]
 		depth := 0
 		for pid := p.pid; parents[pid] > 1 && depth <= len(all); pid = parents[pid] {
 			depth++
@@ -172,17 +181,14 @@ func byDepth() (levels [][]process) {
 	return levels
 }
 
-// awaitState waits until all of them that are left are so, for a while.
-func awaitState(processes []process, limit time.Duration, so func(p process) bool) {
+// awaitHalt waits until all of them that can are seen stopped, for a while.
+func awaitHalt(processes []process) {
 	buffer := make([]byte, 4096)
-	for end := now().Add(limit); now().Before(end); time.Sleep(200 * time.Microsecond) {
-		processes = slices.DeleteFunc(slices.Clone(processes), func(p process) bool {
-			present, alive := readProcess(p.pid, buffer)
-			return !alive || so(present)
+	for end := now().Add(haltTime); len(processes) > 0 && now().Before(end); time.Sleep(200 * time.Microsecond) {
+		processes = slices.DeleteFunc(processes, func(p process) bool {
+			p, alive := readProcess(p.pid, buffer)
+			return !alive || p.halted() || p.state == 'Z' || p.state == 'D'
 		})
-		if len(processes) == 0 {
-			return
-		}
 	}
 }
 
@@ -200,16 +206,18 @@ func (a *agent) goOn() int {
 	if a.freezeUnder() == "" {
 		return 0
 	}
-	ours := []process{}
-	for _, level := range slices.Backward(byDepth()) {
-		for _, p := range level {
-			if p.halted() && !a.freezer.stopped[p.pid] && syscall.Kill(p.pid, syscall.SIGCONT) == nil {
-				ours = append(ours, p)
+	continued := map[int]bool{}
+	// A look at very many may miss some.
+	for look := 0; a.freezer.stopped != nil && (look == 0 || look == 1 && len(continued) > manyProcesses); look++ {
+		for _, level := range slices.Backward(byDepth()) {
+			for _, p := range level {
+				if p.halted() && !a.freezer.stopped[p.pid] && syscall.Kill(p.pid, syscall.SIGCONT) == nil {
+					continued[p.pid] = true
+				}
 			}
 		}
 	}
-	// Until they are seen running: the next freeze must not take them for stopped by somebody else.
-	awaitState(ours, goOnTime, func(p process) bool { return !p.halted() })
+	a.freezer.stopped, a.freezer.continued, a.freezer.until = nil, continued, now().Add(goOnTime)
 	for _, c := range a.allCommands() {
 		c.mu.Lock()
 		c.limit.goOn()
@@ -218,7 +226,7 @@ func (a *agent) goOn() int {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.frozen = ""
-	return len(ours)
+	return len(continued)
 }
 
 // goOnAs is goOn with all that a new incarnation must be told before; another sandbox than the one that froze has more.

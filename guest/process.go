@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"slices"
 	"strconv"
 	"sync"
 	"syscall"
@@ -58,6 +59,7 @@ const killTime = 5 * time.Second // of a fork bomb on a busy machine; most trees
 type process struct {
 	pid, parent, group, session int
 	state                       byte
+	hasChildren                 bool // told by byDepth
 }
 
 // signalTree signals the processes of a command: descendants of its program, all in its session, and all whose environment
@@ -147,8 +149,8 @@ func (a *agent) tree(c *command, known map[int]bool, buffer []byte) (found []pro
 
 func listProcesses() (all []process) {
 	buffer := make([]byte, 4096)
-	entries, _ := os.ReadDir("/proc")
-	for _, entry := range entries {
+	entries, _ := os.ReadDir("/proc") // sorted; of very many gVisor gives some twice
+	for _, entry := range slices.CompactFunc(entries, func(x, y os.DirEntry) bool { return x.Name() == y.Name() }) {
 		if pid, err := strconv.Atoi(entry.Name()); err == nil {
 			if p, alive := readProcess(pid, buffer); alive {
 				all = append(all, p)

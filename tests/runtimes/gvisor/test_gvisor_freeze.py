@@ -244,7 +244,7 @@ async def test_a_shell_and_what_was_stopped_see_nothing_of_it(machine, rig, tmp_
 async def test_a_fork_bomb_is_frozen_and_saved(machine, rig, tmp_path):
     async with rig(1) as first:
         agent, image = first.agent, tmp_path / "image"
-        bomb = await agent.spawn("f() { f & f & }; while :; do f; sleep 0.01; done 2>/dev/null", user="user")
+        bomb = await agent.spawn("exec perl -e 'while (1) { fork; select undef, undef, undef, 0.01 }'", user="user")
         await until(lambda: _crowded(machine, first.spec.id))
         told = await agent.freeze()
         assert told["processes"] >= 30
