@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import insert, update
 
 from control_plane import Installation, Server, check_nothing_is_left, error_of
-from cpuos.errors import Conflict, PlatformError, Unavailable
+from cpuos.errors import CapacityExceeded, Conflict, PlatformError, Unavailable
 from cpuos.server.auth import create_key
 from cpuos.server.db.models import Workspace
 from cpuos.testing.waiting import until
@@ -212,11 +212,38 @@ async def test_what_was_left_undone_when_it_was_lost_is_done_later(installation:
 
 async def test_what_cannot_be_kept_is_lost_all_the_same(server: Server) -> None:
     sandbox = (await server.created(name="one"))["id"]
-    server.installation.node.errors["snapshot"] = Unavailable("cannot reach it", "down", code="node_unavailable")
+    server.installation.node.errors["snapshot"] = CapacityExceeded("cannot save it", "no room")
     await server.installation.node.die(sandbox)
     await server.settle()
     assert (await server.get("one"))["state"] == "lost"
     assert (await server.http.get("/v1/snapshots")).json()["snapshots"] == []
+    await check_nothing_is_left(server)
+
+
+async def test_what_cannot_be_kept_now_is_kept_when_it_can(server: Server) -> None:
+    """Its node is away just as it dies: nothing is removed before it was asked again."""
+    sandbox = (await server.created(name="one"))["id"]
+    node = server.installation.node
+    node.errors["snapshot"] = Unavailable("cannot reach it", "down", code="node_unavailable")
+    await node.die(sandbox)
+    await server.settle()
+    assert (await server.get("one"))["state"] == "lost"
+    assert sandbox in node.sandboxes
+    node.errors.pop("snapshot", None)
+    await server.settle()
+    assert len((await server.http.get("/v1/snapshots")).json()["snapshots"]) == 1
+    await check_nothing_is_left(server)
+
+
+async def test_what_cannot_be_kept_for_long_is_given_up(server: Server) -> None:
+    sandbox = (await server.created(name="one"))["id"]
+    node = server.installation.node
+    node.errors["snapshot"] = Unavailable("cannot reach it", "down", code="node_unavailable")
+    await node.die(sandbox)
+    await server.settle()
+    server.installation.clock.advance(601)
+    node.errors["snapshot"] = Unavailable("cannot reach it", "down", code="node_unavailable")
+    await server.settle()
     await check_nothing_is_left(server)
 
 

@@ -36,7 +36,7 @@ from cpuos.types.sandbox import SandboxCreate, SandboxState, SandboxUpdate
 __all__ = ["Creation", "Lifecycle"]
 
 _log = structlog.get_logger("cpuos.server.lifecycle")
-Rescue = Callable[[Row[Any]], Awaitable[None]]
+Rescue = Callable[[Row[Any]], Awaitable[bool]]
 
 
 class Creation:
@@ -95,7 +95,7 @@ class Lifecycle:
         self._rescue: Rescue | None = None
 
     def rescue_by(self, rescue: Rescue) -> None:
-        """What keeps the files of one that was lost before its node removes them."""
+        """What keeps the files of one that was lost before its node removes them; False while it could not yet."""
         self._rescue = rescue
 
     def creation(self, sandbox_id: str) -> Creation | None:
@@ -202,9 +202,8 @@ class Lifecycle:
         _log.warning("sandbox lost", sandbox=row.id, reason=reason)
         self._scheduler.release(row.id)
         await self.detach(changed)
-        if self._rescue is not None:
-            await self._rescue(changed)
-        await self._remove_from_node(changed)
+        if self._rescue is None or await self._rescue(changed):
+            await self._remove_from_node(changed)  # else the reconciler does both
 
     async def detach(self, row: Row[Any]) -> None:
         """Tell the gateway that an ended sandbox has ended; the reconciler repeats it until it was heard."""

@@ -224,8 +224,10 @@ class Reconciler:
                 case Expire() if row is not None:
                     await self._lifecycle.expire(row, reason=action.reason)
                 case Remove():
-                    if row is not None and row.state == SandboxState.LOST and facts is not None and not facts.alive:
-                        await self._snapshots.rescue(row)  # an earlier server was ended before it had
+                    left = row is not None and row.state == SandboxState.LOST and facts is not None and not facts.alive
+                    # An earlier server was ended before it had, or the node was away.
+                    if left and not await self._snapshots.rescue(row):
+                        return
                     node = row.node if row is not None else self._node
                     await self._scheduler.client(node).delete(action.id, generation=action.generation)
         except CpuosError as error:

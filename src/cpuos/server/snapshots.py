@@ -11,7 +11,7 @@ import structlog
 from sqlalchemy import Row
 from sqlalchemy.exc import IntegrityError
 
-from cpuos.errors import Conflict, CpuosError, InvalidRequest, NotFound, PlatformError, Unavailable
+from cpuos.errors import CapacityExceeded, Conflict, CpuosError, InvalidRequest, NotFound, PlatformError, Unavailable
 from cpuos.scheduler.base import Scheduler
 from cpuos.server.asks import new_id, snapshot_amount
 from cpuos.server.audit import SYSTEM
@@ -42,6 +42,8 @@ _TAKEN = frozenset({SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.PAU
 FAILED_KEPT = timedelta(days=1)
 RESCUED_KEPT = timedelta(days=1)
 RESCUE_PAUSES_S = (0.1, 0.3, 1.0, 2.0)
+# So long after a loss its node may be away, or refuse, before what is left there is given up.
+RESCUE_LIMIT = timedelta(minutes=10)
 UNOWNED_GRACE = timedelta(seconds=30)
 
 Begun = Callable[[str], None]
@@ -220,40 +222,44 @@ class Snapshots:
 
     # --- of what was lost ---
 
-    async def rescue(self, row: Row[Any]) -> None:
+    async def rescue(self, row: Row[Any]) -> bool:
         """Keep the files of a sandbox that died, as far as its node has them: a day long, as a snapshot of the system.
 
         The record says already that it is lost. What cannot be kept is not: then nothing of it is left, as is said.
+        False: it may still be possible, and the node must not remove them yet.
         """
         async with self._database.read() as connection:
             if await rescued_snapshot(connection, row) is not None:
-                return
+                return True
         snapshot_id = new_id()
         self._working.add(snapshot_id)
         try:
-            facts = await self._save_dead(row, snapshot_id)
-            if facts is None:
-                return
+            try:
+                facts = await self._save_dead(row, snapshot_id)
+            except CpuosError as error:
+                _log.warning("files of a lost sandbox not kept", sandbox=row.id, error=str(error))
+                hopeless = isinstance(error, NotFound | CapacityExceeded)
+                return hopeless or self._clock() - row.changed_at > RESCUE_LIMIT
             reason = f"kept when its sandbox was lost: {row.reason}"
             values = {**_values(row, snapshot_id), "memory": False, "reason": reason, "size_bytes": facts.size_bytes}
             values |= {"created_by": SYSTEM, "created_at": self._clock(), "changed_at": self._clock()}
             async with self._database.write() as connection:
                 await insert_snapshot(connection, {**values, "state": SnapshotState.READY.value})
             _log.info("files of a lost sandbox kept", sandbox=row.id, snapshot=snapshot_id)
+            return True
         finally:
             self._working.discard(snapshot_id)
 
-    async def _save_dead(self, row: Row[Any], snapshot_id: str) -> SnapshotFacts | None:
+    async def _save_dead(self, row: Row[Any], snapshot_id: str) -> SnapshotFacts:
         node = self._scheduler.client(row.node)
-        for pause_s in (*RESCUE_PAUSES_S, None):
+        for pause_s in RESCUE_PAUSES_S:
             try:
                 return await node.snapshot(row.id, generation=row.generation, snapshot=snapshot_id, memory=False)
-            except CpuosError as error:
-                if pause_s is None or isinstance(error, NotFound | Unavailable):
-                    _log.warning("files of a lost sandbox not kept", sandbox=row.id, error=str(error))
-                    return None
+            except (NotFound, Unavailable, CapacityExceeded):
+                raise
+            except CpuosError:
                 await asyncio.sleep(pause_s)  # the node is still taking away what is left of its processes
-        return None
+        return await node.snapshot(row.id, generation=row.generation, snapshot=snapshot_id, memory=False)
 
     # --- remove ---
 
