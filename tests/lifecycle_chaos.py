@@ -115,6 +115,8 @@ class Chaos:
         self.seed = seed
         self.operations = operations
         self.boxes: dict[str, Box] = {}
+        self.gone: dict[str, Box] = {}
+        """Those whose process was killed."""
         self.snaps: dict[str, Snap] = {}
         self.faults: list[str] = []
         self.tally: Counter[str] = Counter()
@@ -324,8 +326,8 @@ class Chaos:
         with self._call("kill", box=box):
             Sandbox.connect(box.id, client=client).kill()
 
-    def look(self, box: Box, client: Client) -> None:
-        """Its files and its counting process are as they must be."""
+    def look(self, box: Box, client: Client, *, root: bool = True) -> None:
+        """Its files and its counting process are as they must be; without `root` only those of /workspace."""
         with self._lock:
             must, count = set(box.acknowledged), box.count
         sandbox = Sandbox.connect(box.id, client=client)
@@ -334,9 +336,9 @@ class Chaos:
             return  # it was cut off, and says so
         with self._lock:
             may = set(box.tried)
-        text, _, root = result.stdout.partition("\n\n") if must else (result.stdout, "", "")
+        text, _, elsewhere = result.stdout.partition("\n\n") if must else (result.stdout, "", "")
         counters, counted, *workspace = text.split("\n")
-        for place, lines in (("/workspace", workspace), ("~", root.split("\n"))):
+        for place, lines in (("/workspace", workspace), ("~", elsewhere.split("\n")))[: 2 if root else 1]:
             found = {line.split()[1]: line.split()[0] for line in lines if " " in line}
             torn = {name for name, digest in found.items() if digest != _digest(name)}
             if place == "~":
@@ -395,7 +397,8 @@ class Chaos:
                 self.wrong(what)
             if box is not None and error.code in _ENDED:
                 with self._lock:
-                    self.boxes.pop(box.id, None)
+                    if self.boxes.pop(box.id, None) is not None:
+                        self.gone[box.id] = box
                 if not (box.shot or box.ended):
                     self.wrong(what)
             if makes and error.code in _AWAY:

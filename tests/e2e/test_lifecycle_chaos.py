@@ -78,16 +78,28 @@ def all_known_are_whole(chaos: Chaos, client: Client) -> None:
             except SandboxGone:
                 assert box.shot, f"{box.id} is gone and nobody killed it"
         else:
-            assert (info.state.value, box.shot) == ("lost", True), f"{box.id}: {info}"
+            assert info.state.value == "lost", f"{box.id}: {info}"
     unknown = [info.id for info in infos.values() if info.state in LIVE_STATES and info.id not in chaos.boxes]
     told_of_killed = sum(
         amount for name, amount in chaos.tally.items() if name.startswith("kill: ") and name != "kill: ok"
     )
     assert len(unknown) <= 2 * chaos.unknown_outcomes + told_of_killed, unknown
+    for box in [box for box in (chaos.gone | chaos.boxes).values() if infos[box.id].state.value == "lost"]:
+        assert box.shot, f"{box.id}: {infos[box.id]}"
+        kept = wait_until(lambda box=box: kept_of(box, client), within_s=SETTLES_S)
+        with Sandbox.create(snapshot=kept, client=client) as sandbox:
+            copy = Box(id=sandbox.id, acknowledged=box.acknowledged, tried=box.tried)
+            chaos.look(copy, client, root=False)
     for snap in chaos.snaps.values():
         with Sandbox.create(snapshot=snap.id, client=client) as sandbox:
             copy = Box(id=sandbox.id, acknowledged=set(snap.acknowledged), tried=set(snap.tried), count=snap.count)
             chaos.look(copy, client)
+
+
+def kept_of(box: Box, client: Client) -> str | None:
+    """The snapshot of what was left of a lost one."""
+    snaps = Snapshot.list(sandbox=box.id, client=client)
+    return next((snap.id for snap in snaps if snap.created_by == "system"), None)
 
 
 def all_end(own: Instance, client: Client) -> None:
