@@ -26,8 +26,8 @@ _INTRODUCTION = """\
 
 `from cpuos import Sandbox, PIPE, …`. `Sandbox.create()` makes a sandbox, `Sandbox.connect(ID)` opens one that is there
 (also one that has ended: what its commands left is readable), `Sandbox.list()` tells which there are. Every class has a
-twin with the same calls to `await`: `AsyncSandbox`, `AsyncSnapshot`, `AsyncClient`, `AsyncJob`, `AsyncShell`. Server and key come from
-`CPUOS_API_URL` and `CPUOS_API_KEY`, else from the file that `cpuos up` writes.
+twin with the same calls to `await`: `AsyncSandbox`, `AsyncSnapshot`, `AsyncClient`, `AsyncJob`, `AsyncShell`. Server
+and key come from `CPUOS_API_URL` and `CPUOS_API_KEY`, else from the file that `cpuos up` writes.
 
 A duration is a number of seconds or a text such as `"90s"` or `"1h30m"`; a size is a text such as `"2GiB"`.
 

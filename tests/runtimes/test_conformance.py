@@ -6,10 +6,10 @@ import shutil
 from typing import ClassVar
 
 import pytest
-from cpuos.testing.conformance_lifecycle import LifecycleConformance
 
 from cpuos import Client
 from cpuos.testing.conformance import SandboxConformance
+from cpuos.testing.conformance_lifecycle import LifecycleConformance
 from cpuos.testing.instance import Instance
 
 

@@ -110,8 +110,8 @@ class Sandbox(Answer):
     workspace: str
     state: SandboxState
     reason: str = ""
-    """Why it is failed, lost, stopped or paused by itself, or what did not come back of what was saved; empty while all is
-    well."""
+    """Why it is failed, lost, stopped or paused by itself, or what did not come back of what was saved; empty while all
+    is well."""
     template: str
     template_digest: str = ""
     runtime: str = ""
