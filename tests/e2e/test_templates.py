@@ -172,16 +172,22 @@ run = ["echo told"]
     assert cpuos("rm", "filed").returncode == 1
 
 
-def test_a_server_that_dies_ends_its_builds(instance, client):
+@pytest.mark.parametrize(
+    ("end", "why"), [("kill", "the server was restarted"), ("restart", "by the server, which stops, in step 'run 1'")]
+)
+def test_a_server_that_ends_ends_its_builds(instance, client, end, why):
     body = json.dumps({"name": "orphan", "run": ["sleep 100"]}).encode()
     build = json.loads(client.call("POST", "/v1/builds", content=body, repeatable=False).body)["build"]
-    instance.kill("server")
+    while build["steps"][0]["state"] == "pending":
+        time.sleep(0.02)
+        build = client.get_json(f"/v1/builds/{build['id']}")
+    getattr(instance, end)("server")
     instance.wait_ready()
     deadline = time.monotonic() + 30
     while build["state"] != "failed" and time.monotonic() < deadline:
         time.sleep(0.1)
         build = client.get_json(f"/v1/builds/{build['id']}")
-    assert (build["state"], build["error"]["why"]) == ("failed", "the server was restarted")
+    assert (build["state"], build["error"]["why"]) == ("failed", why)
     while Sandbox.list(client=client) and time.monotonic() < deadline:
         time.sleep(0.1)
 

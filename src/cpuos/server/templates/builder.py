@@ -66,6 +66,7 @@ _SANDBOX_MARGIN_S = 60.0
 _TRY_S = 60.0
 _TRY_DISK_MIB = 1024
 _TIDY_S = 300.0
+_CLOSE_S = 5.0
 _log = structlog.get_logger("cpuos.server.templates")
 
 
@@ -130,6 +131,11 @@ class Builder:
         if self._tidying is not None:
             self._tidying.cancel()
             await asyncio.gather(self._tidying, return_exceptions=True)
+        building = [active for active in self._active.values() if active.task is not None]
+        for active in building:
+            _cancel(active, by="the server, which stops")
+        if building:
+            await asyncio.wait([active.task for active in building if active.task], timeout=_CLOSE_S)
         await self._gate.aclose()
 
     # verbs
@@ -218,8 +224,7 @@ class Builder:
         await self.get(workspace, build_id)
         active = self._active.get(build_id)
         if active is not None and active.task is not None:
-            active.cancelled = active.cancelled or by
-            active.task.cancel()
+            _cancel(active, by=by)
             await asyncio.wait([active.task])
         return await self.get(workspace, build_id)
 
@@ -463,6 +468,13 @@ class Builder:
             )
             await records.insert_build(connection, build, workspace=workspace, created_at=now)
         return build
+
+
+def _cancel(active: _Active, *, by: str) -> None:
+    # Once: a second would cut short what the first makes it tidy.
+    if active.task is not None and not active.cancelled:
+        active.cancelled = by
+        active.task.cancel()
 
 
 def _at(active: _Active) -> str:
