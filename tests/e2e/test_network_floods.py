@@ -34,7 +34,7 @@ def test_refusals_beyond_the_rate_of_the_log_are_counted_within_seconds(sealed_i
             sandbox.exec(["python3", "-c", code], check=True)
             ended = time.monotonic()
             while told(sandbox) < 2000 * floods:
-                assert time.monotonic() - ended < 15, sandbox.audit.connections()
+                assert time.monotonic() - ended < 60, sandbox.audit.connections()
                 time.sleep(0.1)
             assert told(sandbox) == 2000 * floods
         gaps = [one for one in sandbox.audit.connections() if one.kind == "gap"]

@@ -18,12 +18,12 @@ NAME = "web.allowed.example"
 ASK = "import socket; print(socket.gethostbyname('web.allowed.example'))"
 GET = f"""
 import socket
-made = socket.create_connection(("{addresses.WEB}", 80), 5)
-made.settimeout(5)
+made = socket.create_connection(("{addresses.WEB}", 80), 30)
+made.settimeout(30)
 made.sendall(b"GET / HTTP/1.1\\r\\nHost: {NAME}\\r\\nConnection: close\\r\\n\\r\\n")
 print(made.recv(12).decode())
 """
-CONNECT = f"import socket; socket.create_connection(('{addresses.WEB}', 5000), 5); print('connected')"
+CONNECT = f"import socket; socket.create_connection(('{addresses.WEB}', 5000), 30); print('connected')"
 
 
 def run(sandbox: Sandbox, code: str) -> str:

@@ -146,7 +146,7 @@ async def test_death_before_it_is_settled_is_a_pause_again(node, asking):
     after = (await node.client.changes(0)).seq
     (node.settings.run_dir / "fake" / "runtime" / A / "image").unlink()  # the fake then ends it for good
     await node.parts.runtimes["fake"].destroy(A)
-    heard = await node.client.changes(after, wait_s=5)
+    heard = await node.client.changes(after, wait_s=60)
     assert [(facts.alive, facts.paused) for facts in heard.changes] == [(True, True)]
     assert "its process ended" in heard.changes[0].pause_reason
     async with node.service.ledger.lock(A):
@@ -428,7 +428,7 @@ async def test_snapshot_of_what_is_left_of_one_that_died(node, asking):
     await node.client.settle(A, generation=1)
     after = (await node.client.changes(0)).seq
     await node.parts.runtimes["fake"].destroy(A)
-    heard = await node.client.changes(after, wait_s=5)
+    heard = await node.client.changes(after, wait_s=60)
     assert [facts.alive for facts in heard.changes] == [False]
     async with node.service.ledger.lock(A):
         pass  # what goes has gone
