@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,6 @@ from cpuos.errors import (
     Conflict,
     CpuosError,
     FileProblem,
-    InvalidRequest,
-    LimitReached,
     NotFound,
     PlatformError,
     SandboxGone,
@@ -35,7 +33,7 @@ from cpuos.server.db.database import Database
 from cpuos.server.db.sandboxes import row_of
 from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.tasks import Tasks
-from cpuos.server.templates.failures import build_failed, step_failed, too_large
+from cpuos.server.templates.failures import build_failed, step_failed, too_large, took_too_long, was_cancelled
 from cpuos.server.templates.guest import Gate, Guest
 from cpuos.server.templates.names import Meaning, TemplateNames
 from cpuos.server.templates.packer import Packer, read_packer
@@ -84,6 +82,8 @@ class _Active:
     task: asyncio.Task[None] | None = None
     cancelled: str = ""
     """By whom."""
+    settled: bool = False
+    """How it ends is certain: from here on it is not cancelled."""
 
     def step(self, name: str, **changes: Any) -> None:
         steps = [step.model_copy(update=changes) if step.name == name else step for step in self.build.steps]
@@ -122,15 +122,16 @@ class Builder:
         self._storing: set[str] = set()
         self._packer: Packer | None = None
         self._tidying: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
 
     def start(self) -> None:
         """End what an earlier process left, and look now and then for images that nobody needs."""
         self._tidying = asyncio.create_task(self._tidy_for_ever())
 
     async def close(self) -> None:
+        self._stopping.set()
         if self._tidying is not None:
-            self._tidying.cancel()
-            await asyncio.gather(self._tidying, return_exceptions=True)
+            await asyncio.wait([self._tidying], timeout=_CLOSE_S)
         building = [active for active in self._active.values() if active.task is not None]
         for active in building:
             _cancel(active, by="the server, which stops")
@@ -242,9 +243,11 @@ class Builder:
             raise
 
     async def _tidy_for_ever(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             await _quietly(self.tidy)
-            await asyncio.sleep(_TIDY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TIDY_S):
+                    await self._stopping.wait()
 
     async def tidy(self) -> None:
         """End what an earlier process left, and remove images that no name means and no sandbox runs from."""
@@ -263,28 +266,23 @@ class Builder:
     # the run of one build
 
     async def _run(self, active: _Active) -> None:
+        image = f"built-{active.build.id}"
         try:
-            async with asyncio.timeout(active.request.timeout_s):
-                template = await self._work(active)
+            async with AsyncExitStack() as undo:
+                async with asyncio.timeout(active.request.timeout_s):
+                    template = await self._work(active, image, undo=undo)
+                active.settled = True
+                async with self._database.write() as connection:
+                    await records.put_template(connection, workspace=active.workspace, image=image, template=template)
+                undo.pop_all()
             await self._end(active, state=BuildState.READY, template=template)
         except TimeoutError:
-            limit = f"{active.request.timeout_s:g} s"
-            error = LimitReached(
-                f"cannot build template {active.build.name!r}: it took longer than {limit}",
-                f"its time ended in step {_at(active)!r}",
-                hint="a longer timeout, or fewer steps",
-                details={"limit": "build_time", "step": _at(active)},
-            )
+            error = took_too_long(active.build, _at(active), limit_s=active.request.timeout_s)
             await self._end(active, state=BuildState.FAILED, error=error)
         except asyncio.CancelledError:
             if not active.cancelled:
                 raise  # the server ends: the next start says how this ended
-            error = InvalidRequest(
-                f"cannot build template {active.build.name!r}: it was cancelled",
-                f"by {active.cancelled}, in step {_at(active)!r}",
-                code="build_failed",
-                details={"step": _at(active)},
-            )
+            error = was_cancelled(active.build, _at(active), by=active.cancelled)
             await self._end(active, state=BuildState.FAILED, error=error)
         except CpuosError as error:
             if isinstance(error, AgentFailure | FileProblem | SandboxGone):  # the build's own doing
@@ -295,7 +293,8 @@ class Builder:
             fault = PlatformError("cannot build template: a fault of cpuOS", "the server's log has the details")
             await self._end(active, state=BuildState.FAILED, error=fault)
 
-    async def _work(self, active: _Active) -> TemplateInfo:
+    async def _work(self, active: _Active, image: str, *, undo: AsyncExitStack) -> TemplateInfo:
+        """All that can be cut short: by a cancel, and by the build's time."""
         request, build = active.request, active.build
         self._packer = self._packer or await read_packer()
         guest = self._gate.guest(active.sandbox, actor=active.actor)
@@ -304,7 +303,6 @@ class Builder:
         for step in steps_of(request):
             await self._step(active, guest, step)
         packed = await self._pack(active, guest)
-        image = f"built-{build.id}"
         template = TemplateInfo(
             name=build.name,
             digest=f"sha256:{packed.sha256}",
@@ -322,21 +320,14 @@ class Builder:
             created_at=self._clock(),
             created_by=active.actor,
         )
+        await self._unbroken(self._room.check_size(active.workspace, build.name, size=packed.size))
+        node = self._scheduler.client(active.sandbox.node)
         self._storing.add(image)
-        try:
-            async with AsyncExitStack() as undo:
-                node = self._scheduler.client(active.sandbox.node)
-                undo.push_async_callback(_quietly, lambda: node.delete_template(image))
-                await self._room.check_size(active.workspace, active.build.name, size=packed.size)
-                await self._during(active, "store", self._store(guest, node, image=image, packed=packed))
-                # Its room is free for the try: the workspace may have no more than this one sandbox.
-                await self._kill(active.sandbox, reason="its template is built")
-                await self._during(active, "try", self._try(active, template, image=image))
-                async with self._database.write() as connection:
-                    await records.put_template(connection, workspace=active.workspace, image=image, template=template)
-                undo.pop_all()
-        finally:
-            self._storing.discard(image)
+        undo.push_async_callback(_quietly, lambda: node.delete_template(image))
+        await self._during(active, "store", self._store(guest, node, image=image, packed=packed))
+        # Its room is free for the try: the workspace may have no more than this one sandbox.
+        await self._kill(active.sandbox, reason="its template is built")
+        await self._during(active, "try", self._try(active, template, image=image))
         return template
 
     async def _step(self, active: _Active, guest: Guest, step: Step) -> Command:
@@ -382,14 +373,19 @@ class Builder:
             min_isolation=Isolation.EMULATED,
         )
         meaning = Meaning(name=template.name, image=image, template=template)
-        row = await self._lifecycle.create(wanted, workspace=active.workspace, actor=active.actor, meaning=meaning)
+        created = self._tasks.start(
+            self._lifecycle.create(wanted, workspace=active.workspace, actor=active.actor, meaning=meaning)
+        )
         try:
+            row = await asyncio.shield(created)
             async with asyncio.timeout(_TRY_S + READY_S):
                 await self._try_in(active, row, template)
         except TimeoutError:
             raise build_failed(active.build, "try", f"a sandbox of it was not ready within {_TRY_S:g} s") from None
         finally:
-            await asyncio.shield(self._lifecycle.kill(row, reason="the template was tried"))
+            await asyncio.wait([created])
+            if created.exception() is None:
+                await self._kill(created.result(), reason="the template was tried")
 
     async def _try_in(self, active: _Active, row: Row[Any], template: TemplateInfo) -> None:
         guest = self._gate.guest(row, actor=active.actor)
@@ -413,6 +409,7 @@ class Builder:
         template: TemplateInfo | None = None,
         error: CpuosError | None = None,
     ) -> None:
+        active.settled = True
         if error is not None:
             running = active.running_step()
             if running is not None:
@@ -425,6 +422,7 @@ class Builder:
         async with self._database.write() as connection:
             await records.update_build(connection, active.build)
         self._active.pop(active.build.id, None)
+        self._storing.discard(f"built-{active.build.id}")
         await _quietly(self.tidy)
 
     async def _end_left(self, build: Build) -> None:
@@ -438,9 +436,13 @@ class Builder:
         async with self._database.write() as connection:
             await records.update_build(connection, build.model_copy(update=changes))
 
+    async def _unbroken(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Work on the database, which a cancel of the build does not cut short."""
+        return await asyncio.shield(self._tasks.start(work))
+
     async def _kill(self, row: Row[Any], *, reason: str) -> None:
         try:
-            await asyncio.shield(self._lifecycle.kill(row, reason=reason))
+            await self._unbroken(self._lifecycle.kill(row, reason=reason))
         except CpuosError as error:
             _log.warning("build sandbox not ended yet", sandbox=row.id, why=str(error))  # its timeout ends it
 
@@ -472,7 +474,7 @@ class Builder:
 
 def _cancel(active: _Active, *, by: str) -> None:
     # Once: a second would cut short what the first makes it tidy.
-    if active.task is not None and not active.cancelled:
+    if active.task is not None and not active.cancelled and not active.settled:
         active.cancelled = by
         active.task.cancel()
 

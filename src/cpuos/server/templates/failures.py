@@ -8,7 +8,7 @@ from cpuos.server.templates.recipe import TOO_LARGE_EXIT
 from cpuos.types.command import Command
 from cpuos.types.template import Build
 
-__all__ = ["build_failed", "output_end", "step_failed", "too_large"]
+__all__ = ["build_failed", "output_end", "step_failed", "too_large", "took_too_long", "was_cancelled"]
 
 _OUTPUT_END = 2000
 
@@ -47,6 +47,24 @@ def too_large(build: Build, why: str) -> LimitReached:
         why,
         hint="remove what the steps leave behind, or ask the operator for a higher template_max_mib",
         details={"limit": "template_size"},
+    )
+
+
+def took_too_long(build: Build, step: str, *, limit_s: float) -> LimitReached:
+    return LimitReached(
+        f"cannot build template {build.name!r}: it took longer than {limit_s:g} s",
+        f"its time ended in step {step!r}",
+        hint="a longer timeout, or fewer steps",
+        details={"limit": "build_time", "step": step},
+    )
+
+
+def was_cancelled(build: Build, step: str, *, by: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"cannot build template {build.name!r}: it was cancelled",
+        f"by {by}, in step {step!r}",
+        code="build_failed",
+        details={"step": step},
     )
 
 
