@@ -64,6 +64,10 @@ class Record(BaseModel):
     """Why it is paused, where nobody asked for it."""
     unsettled: bool = False
     """It was resumed and nobody has said yet that it answers: the image is kept."""
+    told: bool = False
+    """Of an unsettled one: its guest may have been told to go on, so its disk may be newer than the image's memory."""
+    memory_stale: bool = False
+    """Of a paused one: that was so when it ended. Its processes would go back in time against their own files."""
     incarnation: int = 0
     """How often its processes were taken up again, or may have been."""
     thaw: str = ""

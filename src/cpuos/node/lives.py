@@ -76,7 +76,14 @@ class Lives:
         self.unwatch(record.id)
         now = self._ledger.clock()
         record = record.becomes(
-            Stage.PAUSED, process=None, parked=False, unsettled=False, pause_reason=reason, changed_at=now
+            Stage.PAUSED,
+            process=None,
+            parked=False,
+            unsettled=False,
+            told=False,
+            memory_stale=record.memory_stale or record.told,
+            pause_reason=reason,
+            changed_at=now,
         )
         await self._ledger.keep(record)
         facts = self._ledger.publish(record)

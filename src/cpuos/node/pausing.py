@@ -58,11 +58,12 @@ class Pausing:
                 raise Conflict(f"cannot resume sandbox: {sandbox_id}", f"it is {record.stage}")
             if not record.parked:  # what the pause did not come to
                 await self._lives.park(record, reason=record.pause_reason)
-            saved = await self._read(record, memory=request.memory)
+            memory = request.memory and not record.memory_stale
+            saved = await self._read(record, memory=memory)
             await check_room_to_restore(self._kit, saved, verb="resume", sandbox_id=sandbox_id)
             newer = request.network if request.network.version >= record.policy.version else record.policy
             record = record.becomes(Stage.PAUSED, network=newer)
-            if not request.memory:
+            if not memory:
                 return await self._take_up(record, saved, restored=Restored.ROOT)
             try:
                 return await self._take_up(record, saved, restored=Restored.MEMORY)
@@ -80,7 +81,7 @@ class Pausing:
         async with self._ledger.lock(sandbox_id):
             record = self._ledger.running(sandbox_id, generation=generation)
             if record.unsettled:
-                await self._ledger.keep(record.becomes(Stage.RUNNING, unsettled=False))
+                await self._ledger.keep(record.becomes(Stage.RUNNING, unsettled=False, told=False, memory_stale=False))
                 await asyncio.to_thread(self._keep_root, sandbox_id)
 
     def _keep_root(self, sandbox_id: str) -> None:
@@ -117,6 +118,8 @@ class Pausing:
             incarnation=record.incarnation + 1,
             session_key=secrets.token_hex(32),
             unsettled=False,
+            told=False,
+            memory_stale=False,
             changed_at=self._ledger.clock(),
         )
         paused = frozen.becomes(Stage.PAUSED, process=None, parked=False, pause_reason="")

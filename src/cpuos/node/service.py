@@ -157,6 +157,8 @@ class NodeService:
         for, but not for longer than `DIAL_WAIT_S`."""
         await self._creating.wait(sandbox_id, generation=generation, limit_s=DIAL_WAIT_S)
         record = self.ledger.running(sandbox_id, generation=generation)
+        if record.unsettled and not record.told:
+            record = await self.ledger.whole(self._note_told(sandbox_id, generation=generation))
         key = bytes.fromhex(record.session_key)
         signed = self._identity.sign_statement(
             sandbox_id,
@@ -204,6 +206,14 @@ class NodeService:
                 await self.ledger.keep(self.ledger.gone(asked))
             elif record.stage is not Stage.GONE:
                 await self._lives.remove(record)
+
+    async def _note_told(self, sandbox_id: str, *, generation: int) -> Record:
+        async with self.ledger.lock(sandbox_id):
+            record = self.ledger.running(sandbox_id, generation=generation)
+            if record.unsettled:
+                record = record.becomes(record.stage, told=True)
+                await self.ledger.keep(record)
+            return record
 
     async def _update_network(self, sandbox_id: str, *, generation: int, policy: EffectivePolicy) -> None:
         async with self.ledger.lock(sandbox_id):

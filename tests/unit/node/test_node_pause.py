@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from cpuos.errors import Conflict, CpuosError, InvalidRequest, NotFound, PlatformError, Unavailable
+from cpuos.node.journal import Stage
 from cpuos.testing.faults import Faults, assert_nothing_left
 from cpuos.testing.node import fake_node
 from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
@@ -139,10 +140,14 @@ async def test_paused_takes_no_room(settings, asking):
         assert not (await resume(node)).paused
 
 
-async def test_death_before_it_is_settled_is_a_pause_again(node, asking):
+@pytest.mark.parametrize("told", [False, True])
+async def test_death_before_it_is_settled_is_a_pause_again(node, asking, told):
+    """With its processes only if they cannot have gone on: they would find files that are newer than they know."""
     await node.client.create(asking())
     await pause(node)
     await resume(node)
+    if told:
+        await said(node)
     after = (await node.client.changes(0)).seq
     (node.settings.run_dir / "fake" / "runtime" / A / "image").unlink()  # the fake then ends it for good
     await node.parts.runtimes["fake"].destroy(A)
@@ -151,7 +156,27 @@ async def test_death_before_it_is_settled_is_a_pause_again(node, asking):
     assert "its process ended" in heard.changes[0].pause_reason
     async with node.service.ledger.lock(A):
         pass  # what is left of it has gone
-    assert not (await resume(node)).paused
+    again = await resume(node)
+    assert (again.paused, again.restored) == (False, "root" if told else "memory")
+    await said(node)
+    await node.client.settle(A, generation=1)
+    await pause(node)
+    assert (await resume(node)).restored == "memory"
+
+
+async def test_a_host_that_failed_before_it_was_settled(settings, asking):
+    async with fake_node(settings) as node:
+        await node.client.create(asking())
+        await pause(node)
+        await resume(node)
+        await said(node)
+        (settings.run_dir / "fake" / "runtime" / A / "image").unlink()
+        node.service._kit.__dict__["boot_id"] = "another"
+        await node.service.ledger.keep(node.service.ledger.find(A).becomes(Stage.RUNNING, boot_id="before"))
+    async with fake_node(settings) as node:
+        assert (await node.client.get(A)).paused
+        assert (await resume(node)).restored == "root"
+        await node.client.delete(A, generation=1)
 
 
 async def test_pause_survives_the_daemon_and_the_host(settings, asking):
