@@ -101,6 +101,8 @@ def pack_step(loader: str, program: str, *, max_mib: int) -> Step:
     excluded = " ".join(f"--exclude={folder}" for folder in UNKEPT_FOLDERS)
     script = f"""
 cd {WORK}
+# What the steps left running would change the root while it is read.
+kill -KILL -1 2> /dev/null || :
 used=$(du -s --apparent-size --block-size=1M {excluded} / | cut -f1)
 if [ "$used" -gt {max_mib} ]; then
   echo "the root holds $used MiB, and a template may have {max_mib} MiB" >&2
@@ -110,9 +112,9 @@ report() {{ head -c 60000 >> dropped; }}
 rm -rf dropped changed root.erofs
 : > dropped
 # Sockets and devices mean nothing in another sandbox.
-find / -xdev \\( -type b -o -type c -o -type s \\) -printf '%y %p\\0' -delete | tr '\\n\\0' '?\\n' | report
+find / -xdev \\( -type b -o -type c -o -type s \\) -printf '%y %p\\0' -delete 2> /dev/null | tr '\\n\\0' '?\\n' | report
 # The image holds no extended attributes. The parent has none, so only what changed since can have some.
-find / -xdev -type f -newerct "@$(stat -c %Y started)" -print0 > changed
+find / -xdev -type f -newerct "@$(stat -c %Y started)" -print0 > changed 2> /dev/null || :
 tar --null --no-recursion --files-from=changed --xattrs --xattrs-include='*' -cPf - 2> /dev/null \\
   | tar --xattrs --full-time -tvvPf - 2> /dev/null \\
   | awk '/^  x: /{{ print "x " $3 " " name }} !/^  /{{ sub(/^([^ ]+ +){{5}}/, ""); name = $0 }}' | report
