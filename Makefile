@@ -1,6 +1,6 @@
 # The verbs of this repository. Root on Debian 12 or Ubuntu 24.04 with Python 3.11+ is all they need.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up down test test-slow check fmt gen bench docs clean
+.PHONY: help setup templates demo up down test test-slow check fmt gen bench docs clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/synced
@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml uv.lock
 
 setup: $(STAMP) ## Install and build what is missing on this machine
 	@$(PYTHON) -m cpuos.setup
+
+templates: $(STAMP) ## Build all templates, also those that only some need
+	@$(PYTHON) -m cpuos.setup --templates
 
 demo: $(STAMP) ## Set up, start cpuOS, and analyse a real weather table in a sandbox
 	@$(PYTHON) -m cpuos.setup --example

@@ -136,6 +136,10 @@ def setup(
     host_mirrors: Annotated[
         bool, typer.Option("--host-mirrors", help="Carry its package mirrors, without credentials, into the templates.")
     ] = False,
+    template: Annotated[
+        list[str] | None, typer.Option("--template", help="Build this template too: node, browser or devbox.")
+    ] = None,
+    templates: Annotated[bool, typer.Option("--templates", help="Build all templates.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Install and build what cpuOS needs.
@@ -147,6 +151,7 @@ def setup(
     from cpuos.settings import load_settings
     from cpuos.setup.engine import set_up
     from cpuos.setup.steps import all_steps
+    from cpuos.setup.templates import choose_templates
 
     output = current_output(ctx)
     if os.geteuid() != 0:
@@ -158,7 +163,8 @@ def setup(
         )
     carried = {"template_host_ca": host_ca, "template_host_mirrors": host_mirrors}
     settings = load_settings(**{name: True for name, wanted in carried.items() if wanted})
-    done = set_up(settings, all_steps(), progress=_progress(output), hint="sudo cpuos setup")
+    steps = all_steps(templates=choose_templates(template or (), all_of_them=templates))
+    done = set_up(settings, steps, progress=_progress(output), hint="sudo cpuos setup")
     if output.json:
         output.data({"done": done})
     else:

@@ -15,6 +15,7 @@ from cpuos.setup.golang import find_go, install_go
 from cpuos.setup.host import Host
 from cpuos.setup.progress import choose_progress
 from cpuos.setup.steps import all_steps
+from cpuos.setup.templates import choose_templates
 
 __all__ = ["main"]
 
@@ -25,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--host-ca", action="store_true", help="carry this machine's CA bundle into the templates")
     parser.add_argument("--host-mirrors", action="store_true", help="carry its package mirrors into the templates")
     parser.add_argument("--example", action="store_true", help="also fetch the table that `make demo` analyses")
+    parser.add_argument("--template", action="append", default=[], metavar="NAME", help="also build this template")
+    parser.add_argument("--templates", action="store_true", help="build all templates")
     parser.add_argument("--go", action="store_true", help="only see that there is a Go toolchain, and print its path")
     options = parser.parse_args(arguments)
     started = time.monotonic()
@@ -38,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.go:
             print(_go_toolchain(settings))
             return 0
-        steps = all_steps(example=options.example)
+        templates = choose_templates(options.template, all_of_them=options.templates)
+        steps = all_steps(example=options.example, templates=templates)
         done = set_up(settings, steps, progress=choose_progress(sys.stderr), hint="make setup")
     except CpuosError as error:
         print(error, file=sys.stderr)

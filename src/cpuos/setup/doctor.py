@@ -19,7 +19,7 @@ from cpuos.setup.network import look_at_network
 from cpuos.setup.packages import missing_packages
 from cpuos.setup.runsc import runsc_is_current, sidecars_are_current
 from cpuos.setup.source import environment_is_current, environment_path, readable_python
-from cpuos.setup.templates import TEMPLATES, template_is_current
+from cpuos.setup.templates import TEMPLATES, Template, template_is_current
 from cpuos.setup.users import USERS, users_exist
 
 __all__ = ["Check", "CheckState", "doctor", "doctor_lines"]
@@ -34,7 +34,7 @@ def doctor(settings: Settings | None = None, *, probe: bool = True) -> list[Chec
     with open(os.devnull, "w") as log:
         host = Host(settings, log=log, environment=environment_path(settings))
         checks = [look(host) for look in _LOOKS]
-        checks += [_look_at_template(host, name) for name in (template.name for template in TEMPLATES)]
+        checks += [_look_at_template(host, template) for template in TEMPLATES if _is_wanted(host, template)]
         checks += look_at_network(host)
         if probe:
             checks.append(_probe(host))
@@ -192,13 +192,20 @@ _LOOKS: tuple[Callable[[Host], Check], ...] = (
 )
 
 
-def _look_at_template(host: Host, name: str) -> Check:
-    template = next(template for template in TEMPLATES if template.name == name)
-    image = host.settings.template_dir / name / "root.erofs"
+def _image_of(host: Host, template: Template) -> Path:
+    return host.settings.template_dir / template.name / "root.erofs"
+
+
+def _is_wanted(host: Host, template: Template) -> bool:
+    return template.standard or _image_of(host, template).exists()
+
+
+def _look_at_template(host: Host, template: Template) -> Check:
+    name, image = template.name, _image_of(host, template)
     if template_is_current(host, template):
         return ok(f"template {name}", f"{image.stat().st_size >> 20} MiB at {image}")
     evidence = "built from another definition" if image.exists() else f"not at {image}"
-    return missing(f"template {name}", evidence, fix=SETUP)
+    return missing(f"template {name}", evidence, fix=SETUP if template.standard else f"{SETUP} --template {name}")
 
 
 def _probe(host: Host) -> Check:

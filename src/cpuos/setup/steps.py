@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from cpuos.setup.agent import agent_is_current, build_agent
@@ -12,16 +13,18 @@ from cpuos.setup.host import Host
 from cpuos.setup.packages import install_packages, missing_packages
 from cpuos.setup.runsc import build_runsc, build_sidecars, runsc_is_current, sidecars_are_current
 from cpuos.setup.source import environment_is_current, install_environment
-from cpuos.setup.templates import TEMPLATES, Template, build_template, template_is_current
+from cpuos.setup.templates import Template, build_template, choose_templates, template_is_current
 from cpuos.setup.users import create_users, users_exist
 from cpuos.setup.uv import find_uv, install_uv
 
 __all__ = ["all_steps"]
 
 
-def all_steps(*, example: bool = False) -> list[Step]:
-    """The steps, in the order in which they need each other; `example` adds the data of `make demo`."""
-    return [*_STEPS, *(_template_step(template) for template in TEMPLATES), *([_EXAMPLE] if example else [])]
+def all_steps(*, example: bool = False, templates: Iterable[Template] | None = None) -> list[Step]:
+    """The steps, in the order in which they need each other; `example` adds the data of `make demo`. Without
+    `templates` the standard ones."""
+    chosen = choose_templates() if templates is None else templates
+    return [*_STEPS, *(_template_step(template) for template in chosen), *([_EXAMPLE] if example else [])]
 
 
 def _template_step(template: Template) -> Step:

@@ -1,4 +1,4 @@
-"""The templates `base` and `python`: distribution packages by mmdebstrap, packed into reproducible EROFS images."""
+"""The templates that come with cpuOS: distribution packages by mmdebstrap, packed into reproducible EROFS images."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 import shlex
 import time
 import uuid
+from collections.abc import Collection
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from cpuos.setup.erofs import stamp_image
 from cpuos.setup.host import Host
 from cpuos.setup.trees import remove_tree
 
-__all__ = ["TEMPLATES", "Template", "build_template", "template_is_current"]
+__all__ = ["TEMPLATES", "Template", "build_template", "choose_templates", "template_is_current"]
 
 EPOCH = 1735689600
 """What was made during a build is dated so (2025-01-01): equal packages give equal images."""
@@ -38,6 +39,12 @@ _PYTHON = """
     python3 python-is-python3 python3-pip python3-venv python3-wheel python3-numpy python3-pandas python3-matplotlib
     python3-openpyxl fonts-dejavu-core
 """
+_NODE = "nodejs npm"
+# Ubuntu's package of this name only installs a snap.
+_BROWSER = "chromium fonts-liberation fonts-noto-core fonts-noto-color-emoji"
+_DEVBOX = """
+    build-essential cargo cmake gdb golang-go libssl-dev ninja-build pkg-config python3-dev rustc strace tmux vim-tiny
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,10 @@ class Template:
     download_mib: int
     build_s: int
     disk_mib: int
+    standard: bool = True
+    """Built by every set-up; else only when it is asked for."""
+    distributions: tuple[str, ...] = ("debian", "ubuntu")
+    """Those whose packages it can be made of."""
 
 
 TEMPLATES = (
@@ -69,7 +80,59 @@ TEMPLATES = (
         build_s=40,
         disk_mib=250,
     ),
+    Template(
+        name="node",
+        summary="Node.js with npm, and all of base",
+        packages=(*_BASE.split(), *_NODE.split()),
+        download_mib=60,
+        build_s=60,
+        disk_mib=500,
+        standard=False,
+    ),
+    Template(
+        name="browser",
+        summary="Chromium with fonts, Python, and all of base",
+        packages=(*_BASE.split(), *_PYTHON.split(), *_BROWSER.split()),
+        download_mib=420,
+        build_s=180,
+        disk_mib=2500,
+        standard=False,
+        distributions=("debian",),
+    ),
+    Template(
+        name="devbox",
+        summary="compilers, CMake, Go, Rust, Node.js, Python, debuggers, and all of base",
+        packages=(*_BASE.split(), *_PYTHON.split(), *_NODE.split(), *_DEVBOX.split()),
+        download_mib=700,
+        build_s=300,
+        disk_mib=3500,
+        standard=False,
+    ),
 )
+
+
+def choose_templates(names: Collection[str] = (), *, all_of_them: bool = False) -> list[Template]:
+    """The standard ones, and those of these names; or all that can be made here."""
+    known = {template.name: template for template in TEMPLATES}
+    distribution = _distribution().get("ID", "")
+    for name in names:
+        if name not in known:
+            raise SetupRequired(
+                f"cannot build template: {name}", f"there are {', '.join(sorted(known))}", hint="cpuos setup --help"
+            )
+        if distribution not in known[name].distributions:
+            where = " or ".join(known[name].distributions)
+            raise SetupRequired(
+                f"cannot build template: {name}",
+                f"it is made of packages of {where}, and this is {distribution or 'another system'}",
+                hint="cpuos template build --help",
+            )
+    possible = {template.name for template in TEMPLATES if distribution in template.distributions}
+    return [
+        template
+        for template in TEMPLATES
+        if template.standard or template.name in names or (all_of_them and template.name in possible)
+    ]
 
 
 def template_is_current(host: Host, template: Template) -> bool:

@@ -16,7 +16,7 @@ from cpuos.settings import load_settings
 from cpuos.setup.apt_sources import acquire_options, distribution_sources, without_credentials
 from cpuos.setup.erofs import stamp_image
 from cpuos.setup.host import Host
-from cpuos.setup.templates import TEMPLATES, template_is_current
+from cpuos.setup.templates import TEMPLATES, choose_templates, template_is_current
 
 
 def write_sources(etc: Path) -> None:
@@ -85,6 +85,22 @@ def test_templates_hold_what_integrations_need() -> None:
     assert base < python
     assert {"bash", "sudo", "git", "curl", "ripgrep", "jq", "sqlite3", "adduser", "findutils", "grep"} <= base
     assert {"python-is-python3", "python3-pip", "python3-venv", "python3-pandas", "python3-matplotlib"} <= python
+
+
+def test_templates_that_only_some_need_are_built_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(*names: str, all_of_them: bool = False) -> list[str]:
+        return [template.name for template in choose_templates(names, all_of_them=all_of_them)]
+
+    monkeypatch.setattr("cpuos.setup.templates._distribution", lambda: {"ID": "debian"})
+    assert named() == ["python", "base"]
+    assert named("devbox") == ["python", "base", "devbox"]
+    assert named(all_of_them=True) == ["python", "base", "node", "browser", "devbox"]
+    with pytest.raises(SetupRequired, match="cannot build template: ruby"):
+        named("ruby")
+    monkeypatch.setattr("cpuos.setup.templates._distribution", lambda: {"ID": "ubuntu"})
+    assert named(all_of_them=True) == ["python", "base", "node", "devbox"]
+    with pytest.raises(SetupRequired, match="packages of debian, and this is ubuntu"):
+        named("browser")
 
 
 @pytest.mark.skipif(shutil.which("mkfs.erofs") is None, reason="needs erofs-utils")
