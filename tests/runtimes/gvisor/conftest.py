@@ -20,6 +20,7 @@ from cpuos.runtimes.limits import ControlGroups
 from cpuos.settings import load_settings
 from cpuos.testing.loose_slots import LooseSlots
 
+CLONE_FS = 0x00000200  # linux/sched.h
 INSTANCE = "test" + f"{os.getpid() % 0xFFFF:04x}"
 # PID 1 of these tests: ignores its children's ends, so that the kernel reaps them.
 PID_ONE = '#!/bin/bash\ntrap "" CHLD\nexec sleep infinity\n'
@@ -158,6 +159,7 @@ def _own_mounts(template_image: Path) -> Iterator[None]:
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_SLAVE)
     yield
+    syscalls.unshare(CLONE_FS)  # threads of these tests that live on would keep this one from leaving
     syscalls.setns(before, syscalls.CLONE_NEWNS)
     os.close(before)
     os.chdir(folder)
