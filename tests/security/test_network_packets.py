@@ -13,6 +13,7 @@ import pytest
 
 from cpuos import Network, Sandbox
 from cpuos.testing.sealed import SealedInstance, SealedWorld, addresses
+from cpuos.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(300)]
 
@@ -44,7 +45,14 @@ def listed(client) -> Iterator[Sandbox]:
 
 @pytest.fixture(autouse=True)
 def _clear(sealed: SealedWorld) -> None:
-    sealed.clear()
+    """What an earlier test left behind, the last packets of a connection, has come to its end."""
+
+    def is_quiet() -> bool:
+        sealed.clear()
+        time.sleep(0.2)
+        return not sealed.packets()
+
+    wait_until(is_quiet)
 
 
 def as_root(sandbox: Sandbox, program: str) -> list:

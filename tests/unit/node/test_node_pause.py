@@ -12,6 +12,7 @@ from cpuos.errors import Conflict, CpuosError, InvalidRequest, NotFound, Platfor
 from cpuos.node.journal import Stage
 from cpuos.testing.faults import Faults, assert_nothing_left
 from cpuos.testing.node import fake_node
+from cpuos.testing.waiting import until
 from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
 
 A, B, S = "a" * 20, "b" * 20, "s" * 20
@@ -405,7 +406,7 @@ async def test_damaged_snapshot_is_refused(node, asking):
     await node.client.create(asking())
     await snapshot(node)
     images = node.service._assembly.images
-    images.hash(S)
+    await until((images.path(S) / "digests.json").exists)
     memory = images.path(S) / "memory" / "process"
     text = memory.read_text()
     memory.write_text(text.replace("pid", "qid"))
