@@ -164,7 +164,7 @@ async def test_a_sandbox_goes_on_where_it_froze(machine, rig, tmp_path):
         assert {"port": 3000, "address": "127.0.0.1"} in told["listeners"]
         assert all(one["port"] != 1 for one in told["listeners"])
         assert set(told["commands"]) == {counter, server}
-        assert told["processes"] >= 3
+        assert told["processes"] >= 2  # and a sleep, unless it is between two
         await machine.runtime.checkpoint(first.spec.id, image=image)
         agent.dialler.renew(**_thaw(1))
         hello = await agent.identify()
