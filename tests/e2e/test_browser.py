@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from cpuos import Sandbox
 from cpuos.client import Client
 from cpuos.errors import CpuosError
 from cpuos.settings import load_settings
+from cpuos.testing.waiting import wait_until
 
 pytestmark = [
     pytest.mark.gvisor,
@@ -68,22 +67,16 @@ def browsing(instance):
         yield sandbox
 
 
-def until(look: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 90
-    while True:
-        try:
-            found = look()
-            if found:
-                return found
-        except CpuosError:
-            if time.monotonic() > end:
-                raise
-        assert time.monotonic() < end
-        time.sleep(0.2)
+def browser_url(sandbox: Sandbox) -> str:
+    """Empty while the browser does not answer yet."""
+    try:
+        return sandbox.ports.cdp_url(9222)
+    except CpuosError:
+        return ""
 
 
 def debugger(sandbox: Sandbox) -> ClientConnection:
-    url = until(lambda: sandbox.ports.cdp_url(9222))
+    url = wait_until(lambda: browser_url(sandbox), within_s=90)
     return connect(url, max_size=64 << 20, open_timeout=60)
 
 
@@ -92,7 +85,7 @@ def test_a_page_is_opened_read_clicked_and_seen(browsing: Sandbox) -> None:
         page = Debugger(connection)
         assert "Chrome" in page.call("Browser.getVersion")["product"]
         page.open(PAGE)
-        until(lambda: page.evaluate("document.title") == "begun")
+        wait_until(lambda: page.evaluate("document.title") == "begun", within_s=90)
         assert page.evaluate("document.body.innerText.trim()") == "hello there"
         page.evaluate("document.getElementById('name').onclick = () => { document.title = 'clicked' }")
         page.evaluate("document.getElementById('name').click()")
@@ -106,7 +99,7 @@ def test_the_browser_goes_on_after_a_pause(browsing: Sandbox, client: Client) ->
     with debugger(browsing) as connection:
         page = Debugger(connection)
         page.open(PAGE)
-        until(lambda: page.evaluate("document.title") == "begun")
+        wait_until(lambda: page.evaluate("document.title") == "begun", within_s=90)
         page.evaluate("document.title = 'kept'")
     browsing.pause()
     with debugger(browsing) as connection:
@@ -116,7 +109,7 @@ def test_the_browser_goes_on_after_a_pause(browsing: Sandbox, client: Client) ->
 
 
 def test_nobody_drives_it_without_the_token(browsing: Sandbox) -> None:
-    url = until(lambda: browsing.ports.cdp_url(9222))
+    url = wait_until(lambda: browser_url(browsing), within_s=90)
     for wrong in (url.partition("?")[0], f"{url[:-8]}AAAAAAAA"):
         with pytest.raises(InvalidStatus) as refused:
             connect(wrong, open_timeout=60)

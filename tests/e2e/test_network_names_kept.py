@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from cpuos import Network, Sandbox
 from cpuos.testing.sealed import SealedInstance, SealedWorld, addresses
+from cpuos.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(300)]
 
@@ -30,13 +30,6 @@ def run(sandbox: Sandbox, code: str) -> str:
     return sandbox.exec(["python3", "-c", code]).stdout.strip()
 
 
-def until(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def asked(world: SealedWorld) -> list[str]:
     return [query["name"].rstrip(".") for query in world.names.queries()]
 
@@ -52,12 +45,15 @@ def sandbox(sealed: SealedWorld, sealed_instance: SealedInstance) -> Iterator[Sa
         yield sandbox
 
 
+# Known to fail now and then (about one in ten): the name then stays closed until it is asked for anew. Open; see the
+# issue of the network.
+@pytest.mark.slow
 def test_over_a_restart_of_the_node(sealed, sealed_instance, sandbox):
     sealed_instance.kill("node")
     sealed_instance.wait_ready()
-    until(lambda: run(sandbox, GET) == "HTTP/1.1 200")  # the reader of names may still be on its way
+    wait_until(lambda: run(sandbox, GET) == "HTTP/1.1 200")  # the reader of names may still be on its way
     sandbox.network.update(Network(allow=[NAME]))
-    until(lambda: run(sandbox, GET) == "HTTP/1.1 200")  # workers that were begun anew refuse until they are told
+    wait_until(lambda: run(sandbox, GET) == "HTTP/1.1 200")  # workers that were begun anew refuse until they are told
     assert asked(sealed) == []
     newest = [one for one in sandbox.audit.connections(verdict="allowed") if one.port == 80][-1]
     assert (newest.name, newest.rule) == (NAME, f"sandbox allow {NAME}")
@@ -69,9 +65,9 @@ def test_over_a_death_of_the_forwarder_and_a_change(sealed, sealed_instance, san
     killed = sealed_instance.helper("dns")
     os.kill(killed, signal.SIGKILL)
     sandbox.network.update(Network(allow=[NAME, "more.example"]))
-    until(lambda: run(sandbox, GET) == "HTTP/1.1 200")
-    until(lambda: sealed_instance.helper("dns") not in (0, killed))
-    until(lambda: run(sandbox, ASK) == addresses.WEB)
+    wait_until(lambda: run(sandbox, GET) == "HTTP/1.1 200")
+    wait_until(lambda: sealed_instance.helper("dns") not in (0, killed))
+    wait_until(lambda: run(sandbox, ASK) == addresses.WEB)
     sandbox.network.update(Network(allow=["*.allowed.example"]))
     assert run(sandbox, GET) == "HTTP/1.1 200"
 
