@@ -33,11 +33,13 @@ class Verb(StrEnum):
     """It could not be resumed, and is as it was."""
     RECREATE = "recreate"
     """Same id, next generation, from what was saved."""
+    GIVE_UP = "give_up"
+    """It could not be made anew: it is lost as it was."""
 
 
 S = SandboxState
 TRANSITIONS: dict[SandboxState, dict[Verb, SandboxState]] = {
-    S.CREATING: {Verb.STARTED: S.RUNNING, Verb.FAIL: S.FAILED, Verb.STOP: S.STOPPING},
+    S.CREATING: {Verb.STARTED: S.RUNNING, Verb.FAIL: S.FAILED, Verb.STOP: S.STOPPING, Verb.GIVE_UP: S.LOST},
     S.RUNNING: {Verb.STOP: S.STOPPING, Verb.LOSE: S.LOST, Verb.PAUSE: S.PAUSING},
     S.PAUSING: {
         Verb.PAUSED: S.PAUSED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationInfo, field_validator
 
@@ -17,6 +17,7 @@ __all__ = [
     "Access",
     "Isolation",
     "OnEnd",
+    "Recreated",
     "Sandbox",
     "SandboxCreate",
     "SandboxCreated",
@@ -62,6 +63,25 @@ class OnEnd(StrEnum):
 
     KILL = "kill"
     PAUSE = "pause"
+
+
+class Recreated(Answer):
+    """What a sandbox that was lost began with when it was made anew under its id. Its programs did not come back."""
+
+    at: datetime
+    """When it ran again."""
+    lost_at: datetime
+    """When it was found to be lost."""
+    lost_reason: str
+    workspace: Literal["all", "synced"]
+    """Of /workspace: all that was written until its process ended; `synced` where the host ended too: at least all
+    that was synced before."""
+    root: Literal["saved", "template"]
+    """All else below /: as it was last saved apart, or as its template has it."""
+    root_at: datetime | None = None
+    """When that was saved."""
+    root_age_s: float | None = None
+    """How long before the loss that was, at most: changes of that time did not come back."""
 
 
 class SandboxCreate(Request):
@@ -141,6 +161,8 @@ class Sandbox(Answer):
     left_s: float | None = None
     """While it is paused: the session time it has left."""
     ended_at: datetime | None = None
+    recreated: Recreated | None = None
+    """Of one that was lost and runs again: what it began with."""
 
 
 class Access(Answer):

@@ -34,7 +34,7 @@ def test_a_second_upgrade_changes_nothing(tmp_path: Path) -> None:
     upgrade_database(url)
     upgrade_database(url)
     with sqlite3.connect(tmp_path / "a.db") as connection:
-        assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("0005",)]
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("0006",)]
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     connection.close()
 

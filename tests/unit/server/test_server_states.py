@@ -36,6 +36,7 @@ def test_every_live_state_can_end(state: SandboxState) -> None:
 def test_only_create_fails_and_only_what_ran_is_lost() -> None:
     assert sources(Verb.FAIL) == {S.CREATING}
     assert S.CREATING not in sources(Verb.LOSE)
+    assert (sources(Verb.RECREATE), sources(Verb.GIVE_UP)) == ({S.LOST}, {S.CREATING})
     assert S.STOPPING not in sources(Verb.LOSE)
 
 

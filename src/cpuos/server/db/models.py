@@ -155,6 +155,16 @@ class SandboxRow(Base):
     left_s: Mapped[float | None]
     """The session time that a paused one has left."""
     ended_at: Mapped[datetime | None]
+    lost_at: Mapped[datetime | None]
+    """When it was found to be lost, with the reason; until it runs again."""
+    lost_reason: Mapped[str | None]
+    recreated: Mapped[dict[str, Any] | None]
+    """`Recreated`: what it began with when it was made anew."""
+    resumed_from: Mapped[str | None] = mapped_column(String(8))
+    restore_incomplete: Mapped[list[str] | None]
+    receipt: Mapped[dict[str, Any] | None]
+    """`Receipt` of its last pause."""
+    root_checkpoint_interval_s: Mapped[float | None]
 
 
 class SnapshotRow(Base):
