@@ -89,6 +89,8 @@ class Settings(BaseSettings):
     runtime: str = "gvisor"
     """What sandboxes run in, where they do not ask for another."""
     max_sandboxes: int = Field(64, ge=1)
+    allow_emulated: bool = False
+    """Let sandboxes run in microVMs that QEMU only emulates, where nobody asked for it in the call: for development."""
     """Sandboxes at once."""
     cpu_overcommit: float = Field(8.0, ge=1)
     """Sandbox CPUs promised per real one."""
@@ -252,6 +254,11 @@ class Settings(BaseSettings):
     def server_state_dir(self) -> Path:
         """cpuos-server, 0700."""
         return self.state_dir / "server"
+
+    @property
+    def microvm_dir(self) -> Path:
+        """What microVMs start from: `vmlinux`, `initrd`, `manifest.json`."""
+        return self.data_dir / "microvm"
 
     @property
     def network_state_dir(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ import typer
 from cpuos.cli.hints import as_root, runnable
 from cpuos.cli.output import JsonOption, Output, current_output
 from cpuos.cli.results import describe_capacity
-from cpuos.errors import CpuosError, SetupRequired
+from cpuos.errors import CpuosError, InvalidRequest, SetupRequired
 
 if TYPE_CHECKING:
     from cpuos.setup.progress import Progress
@@ -130,6 +131,15 @@ def doctor(ctx: typer.Context, as_json: JsonOption = False) -> None:
 
 def setup(
     ctx: typer.Context,
+    also: Annotated[
+        list[str] | None, typer.Argument(metavar="[microvm]", help="Also what microVMs need: QEMU and a guest kernel.")
+    ] = None,
+    kernel: Annotated[
+        Path | None, typer.Option("--kernel", help="For microvm: this kernel instead of the distribution's.")
+    ] = None,
+    modules: Annotated[
+        Path | None, typer.Option("--modules", help="For microvm: the folder of that kernel's modules.")
+    ] = None,
     host_ca: Annotated[
         bool, typer.Option("--host-ca", help="Carry this machine's CA bundle into the templates.")
     ] = False,
@@ -150,10 +160,13 @@ def setup(
     require_server_parts()
     from cpuos.settings import load_settings
     from cpuos.setup.engine import set_up
+    from cpuos.setup.microvm import KernelSource
     from cpuos.setup.steps import all_steps
     from cpuos.setup.templates import choose_templates
 
     output = current_output(ctx)
+    if unknown := sorted(set(also or ()) - {"microvm"}):
+        raise InvalidRequest(f"cannot set up: {unknown[0]!r}", "there is only microvm beside what is always set up")
     if os.geteuid() != 0:
         raise SetupRequired(
             "cannot set up cpuOS: not root",
@@ -163,7 +176,8 @@ def setup(
         )
     carried = {"template_host_ca": host_ca, "template_host_mirrors": host_mirrors}
     settings = load_settings(**{name: True for name, wanted in carried.items() if wanted})
-    steps = all_steps(templates=choose_templates(template or (), all_of_them=templates))
+    source = KernelSource(kernel=kernel, modules=modules) if also or kernel else None
+    steps = all_steps(templates=choose_templates(template or (), all_of_them=templates), guest_kernel=source)
     done = set_up(settings, steps, progress=_progress(output), hint="sudo cpuos setup")
     if output.json:
         output.data({"done": done})

@@ -13,6 +13,7 @@ from cpuos.settings import Settings, load_settings
 from cpuos.setup.engine import set_up
 from cpuos.setup.golang import find_go, install_go
 from cpuos.setup.host import Host
+from cpuos.setup.microvm import KernelSource
 from cpuos.setup.progress import choose_progress
 from cpuos.setup.steps import all_steps
 from cpuos.setup.templates import choose_templates
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--example", action="store_true", help="also fetch the table that `make demo` analyses")
     parser.add_argument("--template", action="append", default=[], metavar="NAME", help="also build this template")
     parser.add_argument("--templates", action="store_true", help="build all templates")
+    parser.add_argument("--microvm", action="store_true", help="also install and make what microVMs need")
     parser.add_argument("--go", action="store_true", help="only see that there is a Go toolchain, and print its path")
     options = parser.parse_args(arguments)
     started = time.monotonic()
@@ -42,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(_go_toolchain(settings))
             return 0
         templates = choose_templates(options.template, all_of_them=options.templates)
-        steps = all_steps(example=options.example, templates=templates)
+        kernel = KernelSource() if options.microvm else None
+        steps = all_steps(example=options.example, templates=templates, guest_kernel=kernel)
         done = set_up(settings, steps, progress=choose_progress(sys.stderr), hint="make setup")
     except CpuosError as error:
         print(error, file=sys.stderr)

@@ -10,6 +10,7 @@ from cpuos.setup.engine import Step
 from cpuos.setup.example import example_is_there, fetch_example
 from cpuos.setup.golang import find_go, install_go
 from cpuos.setup.host import Host
+from cpuos.setup.microvm import KernelSource, microvm_steps
 from cpuos.setup.packages import install_packages, missing_packages
 from cpuos.setup.runsc import build_runsc, build_sidecars, runsc_is_current, sidecars_are_current
 from cpuos.setup.source import environment_is_current, install_environment
@@ -20,11 +21,15 @@ from cpuos.setup.uv import find_uv, install_uv
 __all__ = ["all_steps"]
 
 
-def all_steps(*, example: bool = False, templates: Iterable[Template] | None = None) -> list[Step]:
-    """The steps, in the order in which they need each other; `example` adds the data of `make demo`. Without
-    `templates` the standard ones."""
+def all_steps(
+    *, example: bool = False, templates: Iterable[Template] | None = None, guest_kernel: KernelSource | None = None
+) -> list[Step]:
+    """The steps, in the order in which they need each other; `example` adds the data of `make demo`, `guest_kernel`
+    what microVMs need. Without `templates` the standard ones."""
     chosen = choose_templates() if templates is None else templates
-    return [*_STEPS, *(_template_step(template) for template in chosen), *([_EXAMPLE] if example else [])]
+    microvm = microvm_steps(guest_kernel) if guest_kernel is not None else []
+    built = [_template_step(template) for template in chosen]
+    return [*_STEPS, *built, *microvm, *([_EXAMPLE] if example else [])]
 
 
 def _template_step(template: Template) -> Step:
