@@ -225,6 +225,11 @@ ERRORS: dict[str, tuple[type[CpuosError], int, str]] = {
         "What is kept of the snapshot or paused sandbox is not what was saved; nothing was started from it.",
     ),
     "sandbox_paused": (Unavailable, 503, "The sandbox is paused; it goes on when it is resumed."),
+    "volume_full": (
+        Unavailable,
+        503,
+        "Something else has filled the node's data volume: its sandboxes stand still until there is room.",
+    ),
     "sandbox_busy": (Conflict, 409, "Something runs or is open in the sandbox, so it was not paused as an idle one."),
     "freeze_failed": (
         Conflict,
@@ -343,6 +348,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "the node's log names the part; create from another snapshot",
     ),
     "sandbox_paused": ("it is paused", "cpuos resume SANDBOX"),
+    "volume_full": ("the node's data volume is full", "cpuos df, then free some room on the node"),
     "sandbox_busy": (
         "a command, terminal, transfer, watch or preview is open",
         "cpuos pause SANDBOX pauses it all the same",

@@ -98,6 +98,12 @@ class Settings(BaseSettings):
     """Host memory that is never promised to sandboxes."""
     disk_reserve_mib: int = Field(2048, ge=0)
     """Space of the state directory's file system that is never promised to sandboxes."""
+    disk_ballast_mib: int = Field(256, ge=0, le=65536)
+    """Room that is held on that file system, at most a twentieth of it, and given back when something else has filled
+    it, so that what is in hand can still be written. 0: none."""
+    disk_hold: bool = False
+    """Take all blocks of a sandbox's disk when it is mounted, so that nothing else can fill the file system under it.
+    Each disk then takes its whole size at once."""
 
     template_max_mib: int = Field(8192, ge=64)
     """Size of a template that a workspace builds."""

@@ -66,6 +66,12 @@ class _Oom(Request):
     at: float | None = None
 
 
+class _Halted(Request):
+    """Its node holds all its processes, or lets them go on."""
+
+    halted: bool
+
+
 class _Revoke(Request):
     """Exactly one."""
 
@@ -130,6 +136,14 @@ async def _oom(call: Call, gateway: Gateway) -> None:
     await call.answer_json(200, {"commands": commands})
 
 
+async def _set_halted(call: Call, gateway: Gateway) -> None:
+    request: _Halted = read_model(_Halted, await call.body(limit=MAX_JSON))
+    sandbox = gateway.sandboxes.find(_sandbox_id(call))
+    if sandbox is not None:  # one that is being created: it is refused when it is asked for
+        sandbox.gate.halted = request.halted
+    await call.answer_json(200, {"known": sandbox is not None})
+
+
 async def _open_port(call: Call, gateway: Gateway) -> None:
     request: _OpenPort = read_model(_OpenPort, await call.body(limit=MAX_JSON))
     sandbox, port = gateway.sandboxes.get(_sandbox_id(call)), _port(call)
@@ -174,6 +188,7 @@ CONTROL_ROUTES = (
     Route(method="GET", path="/v1/activity", handler=_get_activity),
     Route(method="GET", path="/v1/wakes", handler=_get_wakes),
     Route(method="POST", path=f"{SANDBOX}/oom", handler=_oom),
+    Route(method="POST", path=f"{SANDBOX}/halted", handler=_set_halted),
     Route(method="PUT", path=f"{SANDBOX}/ports/{{port}}", handler=_open_port),
     Route(method="DELETE", path=f"{SANDBOX}/ports/{{port}}", handler=_close_port),
     Route(method="DELETE", path=SANDBOX, handler=_forget),

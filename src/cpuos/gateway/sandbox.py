@@ -183,6 +183,7 @@ class GatewaySandbox:
                 if suspension.freeze != freeze:
                     raise Conflict(f"cannot suspend sandbox {self.id}: it is suspended by another freeze")
                 return suspension.told
+            self.gate.check_halted()
             agent = self._agent
             if agent is None or not self.gate.open:
                 raise AgentFailure(
@@ -324,6 +325,7 @@ class GatewaySandbox:
 
     async def awake(self) -> None:
         """A call needs the sandbox to run: wait for the resume of one that is suspended."""
+        self.gate.check_halted()
         if self.gate.paused:
             await self.gate.wait()
 

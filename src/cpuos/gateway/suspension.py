@@ -52,6 +52,8 @@ class Gate:
         self.open = False
         self.suspending = False
         self.suspension: Suspension | None = None
+        self.halted = False
+        """Its node holds it: the volume is full. It is told anew every few seconds."""
         self.stood_s = 0.0
         """Seconds for which the sandbox has stood still, in all."""
 
@@ -76,6 +78,15 @@ class Gate:
         self.suspending = False
         self.suspension = Suspension(freeze=freeze, since=self._clock(), auto_resume=auto_resume, told=told)
         self._tell()
+
+    def check_halted(self) -> None:
+        """Raise where a call would find nobody to answer it."""
+        if self.halted:
+            raise Unavailable(
+                f"cannot use sandbox {self._sandbox_id}: it stands still",
+                "its node's data volume is full; it goes on by itself when there is room",
+                code="volume_full",
+            )
 
     async def wait(self) -> None:
         """Return when the gate is open; each caller of a suspended sandbox is told to those who can resume it."""

@@ -126,6 +126,7 @@ class Creating:
         raise Conflict(f"cannot create sandbox: {request.id}", why, code=code)
 
     def _check_room(self, request: NodeSandboxCreate) -> None:
+        self._kit.volume.require(f"cannot create sandbox: {request.id}")
         held, limit = self._kit.held_room(), self._kit.max_sandboxes
         if held >= limit:
             raise CapacityExceeded(

@@ -27,13 +27,13 @@ from cpuos.node.api import create_api
 from cpuos.node.assembly import Assembly
 from cpuos.node.dial import DialServer
 from cpuos.node.facts import NodeFactsReader, read_name
+from cpuos.node.gateway_news import GatewayNews
 from cpuos.node.identity import load_identity
 from cpuos.node.images import ImageStore
 from cpuos.node.journal import Journal
 from cpuos.node.kept_templates import KeptTemplates
 from cpuos.node.listening import listen
 from cpuos.node.logs import configure_logs
-from cpuos.node.memory_news import MemoryNews
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.network import Network, NetworkConfig
 from cpuos.node.peers import checked_protocol
@@ -42,8 +42,10 @@ from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.service import NodeService
 from cpuos.node.steps import Checkpoint
 from cpuos.node.storage import DiskStore, enter_mount_namespace, mount_alone
+from cpuos.node.storage.ballast import Ballast
 from cpuos.node.template_store import TemplateStore
 from cpuos.node.templates import Templates
+from cpuos.node.volume import Volume
 from cpuos.plugins import RuntimeHost, load_runtimes
 from cpuos.runtimes.base import Runtime
 from cpuos.settings import Settings, load_settings
@@ -108,11 +110,15 @@ def host_parts(settings: Settings) -> NodeParts:
         state_dir=settings.node_state_dir / "runtimes",
         run_dir=settings.run_dir / "runtimes",
         bin_dir=bin_dir,
-        on_oom=MemoryNews(settings.gateway_socket).tell,
+        on_oom=GatewayNews(settings.gateway_socket).tell_killed,
     )
     return NodeParts(
         runtimes=load_runtimes(runtime_host, names=[settings.runtime]),
-        disks=DiskStore(settings.node_state_dir / "disks", stock=settings.node_state_dir / "disk-stock"),
+        disks=DiskStore(
+            settings.node_state_dir / "disks",
+            stock=settings.node_state_dir / "disk-stock",
+            hold=settings.disk_hold,
+        ),
         slots=Network(_network_config(settings)),
     )
 
@@ -161,6 +167,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         slots=parts.slots,
         images=ImageStore(state / "snapshots"),
     )
+    volume = Volume(state, ballast=Ballast(state / "ballast", size_bytes=settings.disk_ballast_mib << 20))
     service = NodeService(
         assembly=assembly,
         journal=Journal(state / "journal"),
@@ -169,11 +176,13 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         runtimes=runtimes,
         boot_id=host.boot_id(),
         max_sandboxes=settings.max_sandboxes,
+        volume=volume,
+        halted=GatewayNews(settings.gateway_socket).tell_halted,
         checkpoint=parts.checkpoint,
     )
     facts = NodeFactsReader(
         name=read_name(state / "name"),
-        volume=state,
+        volume=volume,
         templates=templates,
         runtimes=runtimes,
         max_sandboxes=settings.max_sandboxes,

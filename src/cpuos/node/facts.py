@@ -10,6 +10,7 @@ from pathlib import Path
 from cpuos.node import host
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.templates import Templates
+from cpuos.node.volume import Volume
 from cpuos.types.node import NodeFacts
 
 __all__ = ["NodeFactsReader", "read_name"]
@@ -30,13 +31,14 @@ def read_name(path: Path) -> str:
 @dataclass(frozen=True, kw_only=True)
 class NodeFactsReader:
     name: str
-    volume: Path
-    """Any folder of the volume that holds the sandboxes' disks."""
+    volume: Volume
+    """The one that holds the sandboxes' disks."""
     templates: Templates
     runtimes: RuntimeTable
     max_sandboxes: int
 
     async def read(self) -> NodeFacts:
+        volume, disks = self.volume.facts(), self.volume.folder / "disks"
         return NodeFacts(
             node=self.name,
             version=version("cpuos"),
@@ -46,6 +48,7 @@ class NodeFactsReader:
             cpu=host.cpu_count(),
             memory_mib=host.memory_mib(),
             # A sandbox may fill its number twice: /workspace and the root's writable layer (docs/adr/0006).
-            disk_mib=(host.free_disk_mib(self.volume) + host.held_disk_mib(self.volume / "disks")) // 2,
+            disk_mib=(volume.free_bytes + volume.ballast_bytes + (host.held_disk_mib(disks) << 20)) // (2 << 20),
             max_sandboxes=self.max_sandboxes,
+            volume=volume,
         )

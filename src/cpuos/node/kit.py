@@ -13,6 +13,7 @@ from cpuos.node.kept_templates import KeptTemplates
 from cpuos.node.ledger import Ledger
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.steps import Checkpoint, Step
+from cpuos.node.volume import Volume
 from cpuos.runtimes.base import Runtime, SandboxSpec
 
 __all__ = ["Kit"]
@@ -31,6 +32,7 @@ class Kit:
     checkpoint: Checkpoint
     boot_id: str
     max_sandboxes: int
+    volume: Volume
 
     def runtime_of(self, record: Record) -> Runtime:
         runtime = self.runtimes.find(record.request.runtime)

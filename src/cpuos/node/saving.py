@@ -46,6 +46,7 @@ def manifest_of(record: Record, *, name: str, runtime: Runtime, now: datetime, f
 
 async def check_room_to_restore(kit: Kit, saved: Manifest, *, verb: str, sandbox_id: str) -> None:
     """Raise unless there is room for the root's layer, the only thing that a restore writes."""
+    kit.volume.require(f"cannot {verb} sandbox: {sandbox_id}")
     needed = sum(size for file, size in saved.files.items() if file.startswith(f"{ROOT}/"))
     try:
         await asyncio.to_thread(require_fit, kit.assembly.images.path(saved.name), needed)
@@ -59,6 +60,7 @@ def save_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str, memory:
     images = kit.assembly.images
 
     async def begin() -> None:
+        kit.volume.require(f"cannot save sandbox: {record.id}")
         needed = await runtime.image_bytes(record.id)
         promised = await kit.assembly.disks.promised_bytes()
         await asyncio.to_thread(make_folder, needed, promised=promised)

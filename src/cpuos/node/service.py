@@ -22,6 +22,7 @@ from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.snapshots import Snapshots
 from cpuos.node.steps import Checkpoint, Step, run_steps
 from cpuos.node.upkeep import Upkeep
+from cpuos.node.volume import Tell, Volume, VolumeWatch
 from cpuos.runtimes.base import GuestLink
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
@@ -61,6 +62,8 @@ class NodeService:
         runtimes: RuntimeTable,
         boot_id: str,
         max_sandboxes: int,
+        volume: Volume,
+        halted: Tell = lambda sandbox_id, halted: None,
         checkpoint: Checkpoint = lambda point: None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
@@ -77,7 +80,9 @@ class NodeService:
             checkpoint=checkpoint,
             boot_id=boot_id,
             max_sandboxes=max_sandboxes,
+            volume=volume,
         )
+        self._volume_watch = VolumeWatch(volume, ledger=self.ledger, runtimes=runtimes, tell=halted)
         self._lives = Lives(self._kit)
         self._creating = Creating(self._kit, lives=self._lives)
         self._pausing = Pausing(self._kit, lives=self._lives)
@@ -182,6 +187,7 @@ class NodeService:
         self._runtimes.start()
         self._assembly.disks.start()
         self._upkeep.start()
+        self._volume_watch.start()
 
     async def sweep(self) -> None:
         """One round of what is done now and then."""
@@ -189,6 +195,7 @@ class NodeService:
 
     async def close(self) -> None:
         """Finish what goes on and let go. Sandboxes run on."""
+        await self._volume_watch.close()
         await self._upkeep.close()
         await self._lives.close()
         await self.ledger.finish()

@@ -117,8 +117,16 @@ class Runtime(Protocol):
         """Return when the sandbox's process has ended, with the reason as far as the host can tell."""
         ...
 
+    async def halt(self, sandbox_id: str) -> None:
+        """All its processes stand still at once, until `proceed`, also after a restart of the node. May be repeated."""
+        ...
+
+    async def proceed(self, sandbox_id: str) -> None:
+        """They go on. Not halted is fine."""
+        ...
+
     async def destroy(self, sandbox_id: str) -> None:
-        """End the sandbox and remove all that `start` made. Nothing there is fine."""
+        """End the sandbox, halted or not, and remove all that `start` made. Nothing there is fine."""
         ...
 
     async def stats(self, sandbox_id: str) -> RuntimeStats: ...

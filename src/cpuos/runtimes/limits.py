@@ -100,6 +100,23 @@ class ControlGroups:
                 continue
         return found
 
+    def halt(self, sandbox_id: str) -> None:
+        """All processes of the sandbox stand still, whatever they do."""
+        self._set_frozen(sandbox_id, frozen=True)
+
+    def proceed(self, sandbox_id: str) -> None:
+        """They go on. Not halted, or gone, is fine."""
+        self._set_frozen(sandbox_id, frozen=False)
+
+    def _set_frozen(self, sandbox_id: str, *, frozen: bool) -> None:
+        group = self._group("freezer", sandbox_id)
+        v1 = self.version == 1
+        path, word = (group / "freezer.state", ("THAWED", "FROZEN")) if v1 else (group / "cgroup.freeze", ("0", "1"))
+        try:
+            path.write_text(word[frozen])
+        except FileNotFoundError:
+            return
+
     def kill(self, sandbox_id: str) -> None:
         """SIGKILL all processes of the sandbox, until none is left or the time is up."""
         deadline = time.monotonic() + _END_S

@@ -136,6 +136,17 @@ class FakeRuntime:
                 os.close(descriptor)
         return "its process ended"
 
+    async def halt(self, sandbox_id: str) -> None:
+        self._signal(sandbox_id, signal.SIGSTOP)
+
+    async def proceed(self, sandbox_id: str) -> None:
+        self._signal(sandbox_id, signal.SIGCONT)
+
+    def _signal(self, sandbox_id: str, number: signal.Signals) -> None:
+        process = self._read_process(sandbox_id)
+        if process is not None and find_process(process.pid) == process:
+            _signal_all(process, number)
+
     async def destroy(self, sandbox_id: str) -> None:
         if self._stop(sandbox_id):
             return

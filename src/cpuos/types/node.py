@@ -26,6 +26,7 @@ __all__ = [
     "SandboxStats",
     "SnapshotFacts",
     "TemplateFacts",
+    "VolumeFacts",
 ]
 
 SandboxId = Annotated[str, StringConstraints(pattern=SANDBOX_ID_PATTERN)]
@@ -124,6 +125,17 @@ class TemplateFacts(Answer):
     belongs."""
 
 
+class VolumeFacts(Answer):
+    """The volume that holds disks, snapshots and images."""
+
+    full: bool
+    """Nothing is begun on it that writes, and sandboxes stand still, until there is room."""
+    total_bytes: int
+    free_bytes: int
+    ballast_bytes: int
+    """Held so that there is something to give up when it is full."""
+
+
 class NodeFacts(Answer):
     node: str
     version: str
@@ -135,6 +147,7 @@ class NodeFacts(Answer):
     disk_mib: int
     """The sum of `disk_mib` that sandboxes may be promised, those that are there included."""
     max_sandboxes: int
+    volume: VolumeFacts | None = None
 
 
 class SandboxFacts(Answer):

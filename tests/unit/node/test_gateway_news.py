@@ -1,11 +1,11 @@
-"""The gateway hears of a kill for memory, and nothing waits for it."""
+"""The gateway hears of kills for memory and of sandboxes that stand still, and nothing waits for it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 
-from cpuos.node.memory_news import MemoryNews
+from cpuos.node.gateway_news import GatewayNews
 
 ID = "a" * 20
 
@@ -24,16 +24,19 @@ async def test_kill_is_posted_with_its_ancestors(tmp_path):
 
     server = await asyncio.start_unix_server(gateway, tmp_path / "gateway.sock")
     async with server:
-        news = MemoryNews(tmp_path / "gateway.sock")
-        news.tell(ID, (9, 7, 3))
+        news = GatewayNews(tmp_path / "gateway.sock")
+        news.tell_killed(ID, (9, 7, 3))
         assert await heard.get() == f"POST /v1/sandboxes/{ID}/oom HTTP/1.1".encode()
         assert json.loads(await heard.get()) == {"pid": 9, "ancestors": [7, 3]}
+        news.tell_halted(ID, halted=True)
+        assert await heard.get() == f"POST /v1/sandboxes/{ID}/halted HTTP/1.1".encode()
+        assert json.loads(await heard.get()) == {"halted": True}
         await asyncio.gather(*news._telling)
 
 
 async def test_gateway_that_is_down_or_talks_rubbish_is_borne(tmp_path):
-    news = MemoryNews(tmp_path / "gateway.sock")
-    news.tell(ID, (9,))
+    news = GatewayNews(tmp_path / "gateway.sock")
+    news.tell_killed(ID, (9,))
     await asyncio.gather(*news._telling)
 
     async def rubbish(reader, writer):
@@ -41,6 +44,6 @@ async def test_gateway_that_is_down_or_talks_rubbish_is_borne(tmp_path):
         writer.close()
 
     async with await asyncio.start_unix_server(rubbish, tmp_path / "gateway.sock"):
-        news.tell(ID, (9,))
-        news.tell(ID, ())
+        news.tell_killed(ID, (9,))
+        news.tell_killed(ID, ())
         await asyncio.gather(*news._telling)

@@ -31,8 +31,11 @@ def copy_image(source: Path, target: Path) -> None:
         write = os.open(target, flags, 0o600)
         try:
             if not _share(read, write):
-                require_room(write, os.fstat(read).st_blocks * 512)
-                _copy_data(read, write)
+                parts = list(_data(read))
+                require_room(write, sum(end - start for start, end in parts))
+                os.ftruncate(write, os.fstat(read).st_size)
+                for start, end in parts:
+                    _copy_range(read, write, start=start, end=end)
             os.fsync(write)
         finally:
             os.close(write)
@@ -91,10 +94,9 @@ def _share(read: int, write: int) -> bool:
     return True
 
 
-def _copy_data(read: int, write: int) -> None:
-    size = os.fstat(read).st_size
-    os.ftruncate(write, size)
-    offset = 0
+def _data(read: int) -> Iterator[tuple[int, int]]:
+    """From where to where it holds data: blocks that are only held for it are none."""
+    size, offset = os.fstat(read).st_size, 0
     while offset < size:
         try:
             start = os.lseek(read, offset, os.SEEK_DATA)
@@ -102,9 +104,8 @@ def _copy_data(read: int, write: int) -> None:
             if problem.errno == errno.ENXIO:  # a hole until the end
                 return
             raise
-        end = os.lseek(read, start, os.SEEK_HOLE)
-        _copy_range(read, write, start=start, end=end)
-        offset = end
+        offset = os.lseek(read, start, os.SEEK_HOLE)
+        yield start, offset
 
 
 def _copy_range(read: int, write: int, *, start: int, end: int) -> None:

@@ -34,7 +34,7 @@ from cpuos.node.storage.folders import (
     wait_released,
 )
 from cpuos.node.storage.geometry import geometry_for
-from cpuos.node.storage.image import MKFS, make_image, read_identity
+from cpuos.node.storage.image import MKFS, hold_blocks, make_image, read_identity
 from cpuos.node.storage.loop import loops_below
 from cpuos.node.storage.room import promised
 from cpuos.node.storage.stock import DiskStock, Stocked
@@ -48,9 +48,11 @@ _FORMAT = 1
 class DiskStore:
     """Makes, mounts, unmounts and removes the disks below one folder (root, 0700)."""
 
-    def __init__(self, folder: Path, *, stock: Path | None = None) -> None:
-        """`stock`: a folder on the same volume for disks made in advance, once `start` was called."""
+    def __init__(self, folder: Path, *, stock: Path | None = None, hold: bool = False) -> None:
+        """`stock`: a folder on the same volume for disks made in advance, once `start` was called. `hold`: whoever has
+        a disk has all its blocks."""
         self._folder = folder
+        self._hold = hold
         self._stock = DiskStock(stock) if stock is not None else None
 
     def start(self) -> None:
@@ -79,6 +81,8 @@ class DiskStore:
         stocked = self._stock.take(size_mib) if self._stock is not None and not folder.exists() else None
         try:
             if stocked is not None and self._place(sandbox_id, stocked):
+                if self._hold:
+                    await asyncio.to_thread(hold_blocks, folder / "image")
                 return folder
             await self._make(sandbox_id, size_mib=size_mib)
         except FileNotFoundError as problem:
@@ -86,7 +90,7 @@ class DiskStore:
                 f"cannot create the disk of sandbox {sandbox_id}", f"{MKFS} is not there", hint="cpuos doctor"
             ) from problem
         except OSError as problem:
-            raise PlatformError(f"cannot create the disk of sandbox {sandbox_id}", str(problem)) from problem
+            raise _failure("create", sandbox_id, problem) from problem
         return await self.attach(sandbox_id)
 
     async def create_from(self, sandbox_id: str, *, image: Path, size_mib: int) -> Path:
@@ -225,11 +229,13 @@ class DiskStore:
                 )
             if not is_mounted(folder):
                 wait_released(folder)
+                if self._hold:
+                    hold_blocks(folder / "image")
                 mount_disk(folder)
         except FileNotFoundError as problem:
             raise NotFound(f"cannot mount the disk of sandbox {sandbox_id}", "it has none") from problem
         except OSError as problem:
-            raise PlatformError(f"cannot mount the disk of sandbox {sandbox_id}", str(problem)) from problem
+            raise _failure("mount", sandbox_id, problem) from problem
         return folder
 
     def _detach(self, sandbox_id: str) -> None:

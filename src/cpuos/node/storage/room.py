@@ -7,12 +7,23 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["promised", "require_fit", "require_room"]
+__all__ = ["free_bytes", "promised", "require_fit", "require_room", "volume_bytes"]
 
 # What is left for the disks: this much, or this share of a small volume.
 _LEAVE_BYTES, _LEAVE_SHARE = 1 << 30, 20
 # What those take who only take up again what is theirs.
 _MARGIN_BYTES = 16 << 20
+
+
+def free_bytes(place: Path) -> int:
+    """What may be taken of the volume of this folder."""
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
+
+
+def volume_bytes(place: Path) -> int:
+    status = os.statvfs(place)
+    return status.f_blocks * status.f_frsize
 
 
 def promised(disks: Path) -> int:

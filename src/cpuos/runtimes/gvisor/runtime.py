@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -128,8 +129,16 @@ class GvisorRuntime:
             raise _not_found("wait for", sandbox_id)
         return await asyncio.shield(running.ended)
 
+    async def halt(self, sandbox_id: str) -> None:
+        await asyncio.to_thread(self._groups.halt, sandbox_id)
+
+    async def proceed(self, sandbox_id: str) -> None:
+        await asyncio.to_thread(self._groups.proceed, sandbox_id)
+
     async def destroy(self, sandbox_id: str) -> None:
         await self._watchdog.unwatch(sandbox_id)
+        with contextlib.suppress(OSError):
+            self._groups.proceed(sandbox_id)  # a frozen process of cgroup v1 does not even die
         try:
             outcome = await self._runsc.call("delete", "-force", sandbox_id, timeout_s=_DELETE_S)
             if outcome.returncode != 0:
