@@ -29,6 +29,9 @@ class Capability(StrEnum):
     SNAPSHOT = "snapshot"
     FILESYSTEM_CHECKPOINT = "filesystem_checkpoint"
     TRACE = "trace"
+    OWN_KERNEL = "own_kernel"
+    """Its guests have a kernel of their own: they get the disk as images that the host never mounts again, and the
+    network as a tap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +62,11 @@ class SandboxSpec:
     """The node's folder of this sandbox (0700): bundle, logs. Exists."""
     disk: Path
     """This sandbox's disk: `workspace/` (mounted ext4, owner 1000:1000) and `overlay/` (root, 0700; for the root's
-    writable layer). Each holds `disk_mib`."""
+    writable layer). Each holds `disk_mib`. With Capability.OWN_KERNEL: two ext4 images that nobody mounts, `image` for
+    /workspace and `root.image` for the layer."""
     netns: Path
-    """Bare network namespace, armed with eth0 at GUEST_ADDRESS."""
+    """Bare network namespace, armed with eth0 at GUEST_ADDRESS. With Capability.OWN_KERNEL: that of the router, in
+    which the tap `lan` waits."""
     agent: Path
     """Folder with the static guest agent `cpuos-agent`, given to the guest read only."""
     node_public_key: bytes

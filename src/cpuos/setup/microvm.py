@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cpuos.errors import SetupRequired
 from cpuos.setup import initrd
+from cpuos.setup.agent import agent_is_current
 from cpuos.setup.engine import Step
 from cpuos.setup.host import Host
 from cpuos.setup.kernel import extract_kernel
@@ -86,6 +87,8 @@ def microvm_steps(source: KernelSource) -> list[Step]:
 def image_is_current(host: Host, *, source: KernelSource) -> bool:
     """Whether kernel and initrd are as the manifest says, and made of this agent."""
     manifest = _read_manifest(host)
+    if not agent_is_current(host):
+        return False  # its step comes first, and then this one has to
     if manifest.get("format") != _FORMAT or manifest.get("source") != source.name:
         return False
     folder = host.settings.microvm_dir

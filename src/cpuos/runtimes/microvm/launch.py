@@ -1,0 +1,107 @@
+"""How a VMM is started: what it is handed, who it is, and the program that puts it into its jail."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cpuos.runtimes.base import SandboxSpec
+from cpuos.runtimes.microvm import jail
+
+__all__ = ["CONTROL", "Launch", "drive_numbers", "guest_arguments", "launch", "user_for"]
+
+CONTROL = "control"
+_FIRST = 100
+"""Numbers of descriptors that are handed over; none below is in use in a program that was just started."""
+# Above what is given to people, services, containers and their users (systemd.io/UIDS-GIDS), below the sign bit.
+_FIRST_USER, _USERS = 0x7000_0000, 0x0F00_0000
+_LIMITS = {"CORE": 0, "NOFILE": 4096, "MEMLOCK": 0}
+_ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    command: list[str]
+    root: Path
+    """An empty folder for its root."""
+    boot: Path
+    """What it boots from, seen by it as /boot."""
+    uid: int
+    groups: tuple[Path, ...] = ()
+    files: Mapping[int, tuple[Path, bool]] = field(default_factory=dict)
+    """Number to a file and whether it may write."""
+    tap: tuple[int, Path, str] | None = None
+    """Number, network namespace, name of the device."""
+    control: int | None = None
+    kvm: bool = False
+
+
+def drive_numbers(count: int) -> range:
+    return range(_FIRST, _FIRST + count)
+
+
+def guest_arguments(spec: SandboxSpec, *, tasks: int) -> str:
+    """Those words of the kernel's command line that are the first process's: environment, then arguments."""
+    key = base64.b64encode(spec.node_public_key).decode()
+    environment = f"CPUOS_SANDBOX={spec.id} CPUOS_HOSTNAME={spec.hostname} GOMAXPROCS=1"
+    return f"{environment} -- --node-key {key} --tasks {tasks} --memory {spec.memory_mib}"
+
+
+def user_for(sandbox_id: str, *, taken: Collection[int]) -> int:
+    """A user of its own, that nobody else is: two machines share none, nor do those of two instances but by chance."""
+    number = int.from_bytes(hashlib.sha256(sandbox_id.encode()).digest()[:4], "big") % _USERS
+    while _FIRST_USER + number in taken:
+        number = (number + 1) % _USERS
+    return _FIRST_USER + number
+
+
+def launch(plan: Launch, *, control: socket.socket | None = None) -> tuple[int, int]:
+    """Start it: its process number, and a descriptor of what it says. Raises OSError."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    stdin_read, stdin_write = os.pipe2(os.O_CLOEXEC)
+    actions = [
+        (os.POSIX_SPAWN_DUP2, stdin_read, 0),
+        (os.POSIX_SPAWN_DUP2, write, 1),
+        (os.POSIX_SPAWN_DUP2, write, 2),
+    ]
+    if control is not None and plan.control is not None:
+        actions.append((os.POSIX_SPAWN_DUP2, control.fileno(), plan.control))
+    argv = [sys.executable, "-I", "-S", jail.__file__]
+    try:
+        pid = os.posix_spawn(argv[0], argv, _ENVIRONMENT, file_actions=actions, setsid=True)
+    except BaseException:
+        for descriptor in (read, stdin_write):
+            os.close(descriptor)
+        raise
+    finally:
+        os.close(write)
+        os.close(stdin_read)
+    try:
+        with os.fdopen(stdin_write, "wb") as stdin:
+            stdin.write(json.dumps(_to_json(plan)).encode())
+    except BrokenPipeError:
+        pass  # it ended; what it said tells why
+    return pid, read
+
+
+def _to_json(plan: Launch) -> dict[str, object]:
+    return {
+        "argv": plan.command,
+        "environment": _ENVIRONMENT,
+        "root": str(plan.root),
+        "boot": str(plan.boot),
+        "uid": plan.uid,
+        "groups": [str(group) for group in plan.groups],
+        "files": {number: [str(path), writable] for number, (path, writable) in plan.files.items()},
+        "tap": None if plan.tap is None else [plan.tap[0], str(plan.tap[1]), plan.tap[2]],
+        "keep": [] if plan.control is None else [plan.control],
+        "limits": _LIMITS,
+        "kvm": plan.kvm,
+    }

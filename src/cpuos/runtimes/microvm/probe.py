@@ -1,0 +1,230 @@
+"""Proof of what a host can do: a machine is booted, and the word of the program inside is waited for.
+
+An open /dev/kvm proves nothing, nor does a VMM that says its machine runs. What was found is kept with what it was
+found on, and asked again when host, VMM or guest image are others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import secrets
+import select
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from cpuos.errors import CpuosError, SetupRequired
+from cpuos.runtimes.base import Probe
+from cpuos.runtimes.microvm.image import GuestImage, find_image
+from cpuos.runtimes.microvm.launch import Launch, launch, user_for
+from cpuos.runtimes.microvm.qemu import Qemu
+from cpuos.runtimes.microvm.vmm import Machine, Vmm
+from cpuos.types.sandbox import Isolation
+
+__all__ = ["Finding", "Prober", "candidates"]
+
+log = structlog.get_logger("cpuos.node")
+
+KVM_BOOT_S, EMULATED_BOOT_S = 10.0, 40.0
+_MEMORY_MIB = 256
+_MAX_SAID = 256 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What became of one candidate."""
+
+    vmm: str
+    kvm: bool
+    works: bool
+    evidence: str
+    """What was seen: the word of the guest, or what came instead of it."""
+
+
+def candidates() -> list[Vmm]:
+    """The strongest first."""
+    return [*([Qemu(kvm=True)] if os.path.exists("/dev/kvm") else []), Qemu(kvm=False)]
+
+
+class Prober:
+    """Looks once, and remembers."""
+
+    def __init__(
+        self, image_dir: Path, *, kept: Path, folder: Path, vmms: Sequence[Vmm] | None = None, fresh: bool = False
+    ) -> None:
+        """`kept`: where findings are kept; `fresh`: do not believe them."""
+        self._image_dir = image_dir
+        self._kept = kept
+        self._folder = folder
+        self._vmms = candidates() if vmms is None else list(vmms)
+        self._fresh = fresh
+        self._asking = asyncio.Lock()
+        self._found: tuple[str, list[Finding]] | None = None
+
+    async def probe(self) -> Probe:
+        """The strongest that a guest has answered from."""
+        try:
+            findings = await self.findings()
+            vmm, finding = self._best(findings)
+        except CpuosError as problem:
+            reason = f"{problem.why or problem.what}; run `{problem.hint or 'cpuos doctor'}`"
+            return Probe(available=False, isolation=Isolation.EMULATED, detail="", reason=reason)
+        level = Isolation.MICROVM if finding.kvm else Isolation.EMULATED
+        return Probe(available=True, isolation=level, detail=f"{vmm.name} {_version(vmm)} {_way(vmm.kvm)}")
+
+    async def vmm(self) -> Vmm:
+        """The one to use."""
+        return self._best(await self.findings())[0]
+
+    async def findings(self) -> list[Finding]:
+        """Of all candidates up to the first that works."""
+        async with self._asking:
+            image = find_image(self._image_dir)
+            if os.geteuid() != 0:
+                raise SetupRequired("cannot boot a machine", "it needs root", code="needs_root", hint="sudo cpuos up")
+            identity = await asyncio.to_thread(_identity, image, self._vmms)
+            if self._found is None or self._found[0] != identity:
+                kept = None if self._fresh else await asyncio.to_thread(self._read, identity)
+                findings = await self._look() if kept is None else kept
+                if kept is None:
+                    await asyncio.to_thread(self._write, identity, findings)
+                self._found = (identity, findings)
+            return self._found[1]
+
+    def _best(self, findings: list[Finding]) -> tuple[Vmm, Finding]:
+        for vmm, finding in zip(self._vmms, findings, strict=False):
+            if finding.works:
+                return vmm, finding
+        why = "; ".join(f"{finding.vmm} {_way(finding.kvm)}: {finding.evidence}" for finding in findings)
+        raise SetupRequired("cannot start a microVM", why or "no VMM is known", code="runtime_unavailable")
+
+    async def _look(self) -> list[Finding]:
+        findings = []
+        for vmm in self._vmms:
+            try:
+                works, evidence = await self._boot(vmm)
+            except (OSError, CpuosError) as problem:
+                works, evidence = False, str(problem)
+            log.info("microvm probed", vmm=vmm.name, kvm=vmm.kvm, works=works, evidence=evidence)
+            findings.append(Finding(vmm=vmm.name, kvm=vmm.kvm, works=works, evidence=evidence))
+            if works:
+                break
+        return findings
+
+    async def _boot(self, vmm: Vmm) -> tuple[bool, str]:
+        if not vmm.program.exists():
+            return False, f"{vmm.program} is not installed"
+        word = secrets.token_hex(8)
+        answer = hashlib.sha256(word.encode()).hexdigest().encode()  # the kernel prints its command line, word and all
+        limit_s = KVM_BOOT_S if vmm.kvm else EMULATED_BOOT_S
+        root = self._folder / secrets.token_hex(4)
+        root.mkdir(mode=0o700, parents=True)
+        machine = Machine(
+            kernel="/boot/vmlinux",
+            initrd="/boot/initrd",
+            arguments=f"-- --word {word}",
+            cpu=1,
+            memory_mib=_MEMORY_MIB,
+            tells_console=True,
+        )
+        plan = Launch(
+            command=vmm.command(machine),
+            root=root,
+            boot=self._image_dir,
+            uid=user_for(root.name, taken=()),
+            kvm=vmm.kvm,
+        )
+        try:
+            started = asyncio.get_running_loop().time()
+            said, ended = await asyncio.to_thread(_run, plan, answer=answer, limit_s=limit_s)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+        if answer in said:
+            return True, f"a guest answered after {asyncio.get_running_loop().time() - started:.1f} s"
+        return False, _what_was_seen(vmm, said, how="before it ended" if ended else f"in {limit_s:.0f} s")
+
+    def _read(self, identity: str) -> list[Finding] | None:
+        try:
+            kept = json.loads(self._kept.read_text())
+            if kept["identity"] == identity:
+                return [Finding(**finding) for finding in kept["findings"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return None
+
+    def _write(self, identity: str, findings: list[Finding]) -> None:
+        text = json.dumps({"identity": identity, "findings": [vars(finding) for finding in findings]}, indent=1)
+        partial = self._kept.with_name(f".{self._kept.name}.{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(self._kept)
+
+
+def _run(plan: Launch, *, answer: bytes, limit_s: float) -> tuple[bytes, bool]:
+    """What the machine says until it has answered, ends, or the time is up; and whether it has ended."""
+    pid, output = launch(plan)
+    said, ended, deadline = b"", False, time.monotonic() + limit_s
+    try:
+        while answer not in said and len(said) < _MAX_SAID:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([output], [], [], left)[0]:
+                break
+            piece = os.read(output, 65536)
+            if not piece:
+                ended = True
+                break
+            said += piece
+    finally:
+        os.close(output)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return said, ended
+
+
+def _what_was_seen(vmm: Vmm, said: bytes, *, how: str) -> str:
+    lines = said.decode(errors="replace").strip().splitlines()
+    if not lines:
+        opened = "/dev/kvm opens, the machine starts, but the" if vmm.kvm else "the machine starts, but the"
+        return f"{opened} guest prints nothing {how}"
+    return f"its guest did not come up {how}; the last that was said: {lines[-1][-200:]}"
+
+
+def _identity(image: GuestImage, vmms: Sequence[Vmm]) -> str:
+    """Of all that findings depend on: this host as it is booted, its processor, the VMMs, what guests start from."""
+    parts = [image.identity, platform.release(), platform.version(), _processor()]
+    for vmm in vmms:
+        try:
+            facts = vmm.program.stat()
+            parts.append(f"{vmm.name} {vmm.kvm} {facts.st_size} {facts.st_mtime_ns}")
+        except OSError:
+            parts.append(f"{vmm.name} {vmm.kvm} none")
+    try:
+        parts.append(Path("/etc/machine-id").read_text())
+    except OSError:
+        pass
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _processor() -> str:
+    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if line.split("\t")[0].split(":")[0].strip() in wanted)
+
+
+def _way(kvm: bool) -> str:
+    return "kvm" if kvm else "tcg"
+
+
+def _version(vmm: Vmm) -> str:
+    try:
+        return vmm.version()
+    except OSError:
+        return "of unknown version"
