@@ -73,12 +73,13 @@ class Node:
 
 
 @contextmanager
-def gvisor_node(*, volume_mib: int | None = None) -> Iterator[Node]:
+def gvisor_node(*, volume_mib: int | None = None, pool_mib: int = 0) -> Iterator[Node]:
     """`volume_mib`: its data lies on a volume of this size."""
     # Not pytest's own folder: the network workers' user must be able to pass it.
     folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
     folder.chmod(0o755)
-    settings = load_settings(state_dir=folder / "state", run_dir=folder / "run", runtime="gvisor")
+    folders = {"state_dir": folder / "state", "run_dir": folder / "run"}
+    settings = load_settings(**folders, runtime="gvisor", pool_memory_mib=pool_mib, pool_keep=["base=0"])
     with _volume(folder, volume_mib), DaemonForker() as forker:
         node = Node(settings, forker)
         try:

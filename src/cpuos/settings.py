@@ -38,6 +38,7 @@ RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
 """The gVisor module version this release is written and tested against."""
 
 _DOMAIN = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_POOL_KEEP = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}=[0-9]{1,4}")
 DEFAULT_DATA_DIR = Path("/var/lib/cpuos")
 DEFAULT_RUN_DIR = Path("/run/cpuos")
 """The instance that runs here is the machine's own: its key lies in its user's home, its command on the PATH."""
@@ -104,6 +105,15 @@ class Settings(BaseSettings):
     disk_hold: bool = False
     """Take all blocks of a sandbox's disk when it is mounted, so that nothing else can fill the file system under it.
     Each disk then takes its whole size at once."""
+
+    pool_memory_mib: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Memory that sandboxes may take which are started before anyone asks for them, so that a create takes one at once.
+    0: none are. "auto" is a sixteenth of the host's. They count as free for everything else, and give way to it."""
+    pool_keep: Annotated[list[str], NoDecode] = Field(default_factory=lambda: ["python=2"])
+    """`TEMPLATE=COUNT`: so many of the default sizes are kept ready; what else is ready goes by what is asked for. In
+    the environment separated by commas."""
+    pool_max_age_s: float = Field(3600, ge=1)
+    """One that nobody has taken for so long is replaced by another."""
 
     template_max_mib: int = Field(8192, ge=64)
     """Size of a template that a workspace builds."""
@@ -178,10 +188,18 @@ class Settings(BaseSettings):
         values.setdefault("state_dir", data_dir / "state")
         return {key: os.path.abspath(value) if key.endswith("_dir") else value for key, value in values.items()}
 
-    @field_validator("network_exceptions", "dns_servers", mode="before")
+    @field_validator("network_exceptions", "dns_servers", "pool_keep", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part for part in re.split(r"[,\s]+", value) if part] if isinstance(value, str) else value
+
+    @field_validator("pool_keep")
+    @classmethod
+    def _check_counts(cls, value: list[str]) -> list[str]:
+        for text in value:
+            if _POOL_KEEP.fullmatch(text) is None:
+                raise ValueError(f"{text!r} is not TEMPLATE=COUNT, for example python=2")
+        return value
 
     @field_validator("preview_domain", "preview_public_url")
     @classmethod
@@ -196,6 +214,12 @@ class Settings(BaseSettings):
     def instance_id(self) -> str:
         """Six hex digits that tell this instance's host names (cgroups, links, loops) from another's."""
         return hashlib.sha256(os.path.realpath(self.state_dir).encode()).hexdigest()[:6]
+
+    @property
+    def pool_keep_counts(self) -> dict[str, int]:
+        """How many of which template are kept ready."""
+        pairs = (text.split("=") for text in self.pool_keep)
+        return {name: int(count) for name, count in pairs}
 
     @property
     def server_uid(self) -> int:

@@ -67,7 +67,7 @@ class _Call:
 
 
 async def _get_node(call: _Call) -> BaseModel:
-    return await call.facts.read()
+    return (await call.facts.read()).model_copy(update={"pool": call.service.pool.facts()})
 
 
 async def _list_sandboxes(call: _Call) -> dict[str, Any]:
@@ -156,6 +156,11 @@ async def _get_changes(call: _Call) -> dict[str, Any]:
     return {"seq": seq, "changes": changes}
 
 
+async def _get_pool(call: _Call) -> BaseModel:
+    wait_s = min(call.number("wait_s", 0.0), MAX_WAIT_S)
+    return await call.service.pool.after(int(call.number("after", 0)), wait_s=wait_s)
+
+
 ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/v1/node", _get_node),
     ("GET", "/v1/sandboxes", _list_sandboxes),
@@ -175,6 +180,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("PUT", "/v1/templates/{image}", _put_template),
     ("DELETE", "/v1/templates/{image}", _delete_template),
     ("GET", "/v1/changes", _get_changes),
+    ("GET", "/v1/pool", _get_pool),
 ]
 
 

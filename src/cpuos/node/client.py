@@ -26,6 +26,7 @@ from cpuos.types.node import (
     NodeResume,
     NodeSandboxCreate,
     NodeSnapshotCreate,
+    PoolFacts,
     SandboxFacts,
     SandboxStats,
     SnapshotFacts,
@@ -123,6 +124,10 @@ class NodeClient(Protocol):
         """Long poll. Start with 0: then every known sandbox comes once. Deleted ones come as not alive."""
         ...
 
+    async def pool(self, after: int, *, wait_s: float = 25.0) -> PoolFacts:
+        """Long poll: the sandboxes that are ready to be taken, once they are others than under the number `after`."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -214,6 +219,10 @@ class LocalNodeClient:
             seq=int(answer["seq"]),
             changes=[SandboxFacts.model_validate(facts) for facts in answer["changes"]],
         )
+
+    async def pool(self, after: int, *, wait_s: float = 25.0) -> PoolFacts:
+        query = {"after": after, "wait_s": wait_s}
+        return PoolFacts.model_validate(await self._call("GET", "/v1/pool", query=query, timeout_s=wait_s + 10))
 
     async def _act(self, sandbox_id: str, verb: str, body: BaseModel) -> Any:
         """A verb that moves memory or disks takes its time."""

@@ -16,11 +16,13 @@ from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
 from cpuos.node.lives import Lives
+from cpuos.node.pool import Pool
 from cpuos.node.refusals import could_not, incompatible, sandbox_not_found, stale_generation
 from cpuos.node.saving import check_room_to_restore
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
 from cpuos.runtimes.base import Capability, Probe, Process, Runtime
 from cpuos.types.node import NodeSandboxCreate, Restored, SandboxFacts
+from cpuos.types.sandbox import StartedFrom
 
 __all__ = ["Creating"]
 
@@ -51,14 +53,16 @@ class _Plan:
 class Creating:
     """Creates that go on, and those that ended."""
 
-    def __init__(self, kit: Kit, *, lives: Lives) -> None:
+    def __init__(self, kit: Kit, *, lives: Lives, pool: Pool) -> None:
         self._kit = kit
         self._ledger = kit.ledger
         self._lives = lives
+        self._pool = pool
         self._going_on: dict[str, asyncio.Task[SandboxFacts]] = {}
 
     async def create(self, request: NodeSandboxCreate) -> SandboxFacts:
         """Returns when the sandbox's process runs. A repeat joins the first call or answers the same facts."""
+        await self._pool.gone(request.id)
         if self._answers_already(request):
             return await self.get(request.id)
         runtime, probe = await self._kit.runtimes.get(request.runtime)
@@ -68,11 +72,15 @@ class Creating:
             if self._answers_already(request):  # another call may have come meanwhile
                 return await self.get(request.id)
             self._check_room(request)
-            record = self._new_record(request, digest, probe=probe)
-            self._ledger.begin(record)
-            task = self._ledger.spawn(self._create(_Plan(record=record, runtime=runtime, saved=saved)))
-            self._going_on[record.id] = task
-        return await self._join(record.id, task)
+            ready = await self._pool.claim(request, digest=digest)
+            if ready is not None:
+                task = self._ledger.spawn(self._take(ready, request, runtime=runtime))
+            else:
+                record = self._new_record(request, digest, probe=probe)
+                self._ledger.begin(record)
+                task = self._ledger.spawn(self._create(_Plan(record=record, runtime=runtime, saved=saved)))
+            self._going_on[request.id] = task
+        return await self._join(request.id, task)
 
     async def get(self, sandbox_id: str) -> SandboxFacts:
         """Facts of one sandbox; of one that is being created, once that has ended."""
@@ -80,7 +88,7 @@ class Creating:
         if creating is not None:
             return await self._join(sandbox_id, creating)
         record = self._ledger.find(sandbox_id)
-        if record is None or record.stage in (Stage.GONE, Stage.CREATING):
+        if record is None or record.stage in (Stage.GONE, Stage.CREATING, Stage.READY):
             raise sandbox_not_found(sandbox_id)
         return facts_of(record)
 
@@ -92,6 +100,7 @@ class Creating:
 
     async def wait(self, sandbox_id: str, *, generation: int, limit_s: float) -> None:
         """Return when no create of this generation goes on, or when the time is up."""
+        await self._pool.until_taken(sandbox_id, limit_s=limit_s)
         record, creating = self._ledger.find(sandbox_id), self._going_on.get(sandbox_id)
         if creating is not None and record is not None and record.generation == generation:
             await asyncio.wait([creating], timeout=limit_s)
@@ -109,6 +118,8 @@ class Creating:
         """Whether the sandbox is known with exactly these values; refuses what its generation forbids."""
         record = self._ledger.find(request.id)
         if record is None or (request.generation > record.generation and record.stage is Stage.GONE):
+            return False
+        if record.stage is Stage.READY and request.generation == record.generation:
             return False
         if request.generation < record.generation:
             raise stale_generation(request.id, asked=request.generation, known=record.generation)
@@ -186,10 +197,23 @@ class Creating:
 
     # the create itself
 
+    async def _take(self, ready: Record, request: NodeSandboxCreate, *, runtime: Runtime) -> SandboxFacts:
+        try:
+            with self._pool.working():
+                async with self._ledger.lock(ready.id):
+                    taken = await self._pool.take(ready, request)
+                    log.info("sandbox taken", sandbox=taken.id)
+                    return self._ledger.publish(taken)
+        except Exception as error:
+            raise could_not("create", ready.id, error) from error
+        finally:
+            self._going_on.pop(ready.id, None)
+
     async def _create(self, plan: _Plan) -> SandboxFacts:
         record = plan.record
         try:
-            with self._reading(record.request.snapshot):
+            with self._pool.working(), self._reading(record.request.snapshot):
+                await self._pool.make_room()
                 async with self._ledger.lock(record.id):
                     await self._in_steps(record, self._steps(plan))
                     log.info("sandbox created", sandbox=record.id, generation=record.generation)
@@ -257,4 +281,5 @@ def _taken_up(plan: _Plan) -> dict[str, object]:
     said: dict[str, object] = {"restored": plan.restored, "restored_at": saved_at}
     if plan.restored is Restored.MEMORY:
         said |= {"incarnation": 1, "thaw": plan.saved.freeze, "thaw_from": plan.saved.sandbox}
+        said["started_from"] = StartedFrom.RESTORE
     return said

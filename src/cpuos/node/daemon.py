@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import structlog
@@ -37,6 +38,7 @@ from cpuos.node.logs import configure_logs
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.network import Network, NetworkConfig
 from cpuos.node.peers import checked_protocol
+from cpuos.node.pool import PoolLimits
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.service import NodeService
@@ -56,6 +58,8 @@ log = structlog.get_logger("cpuos.node")
 
 SOCKET_MODE = 0o660
 SHUTDOWN_S = 5
+POOL_SHARE = 16
+"""One part in so many of the host's memory is for ready sandboxes, unless the settings say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +182,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         max_sandboxes=settings.max_sandboxes,
         volume=volume,
         halted=GatewayNews(settings.gateway_socket).tell_halted,
+        pool=_pool_limits(settings),
         checkpoint=parts.checkpoint,
     )
     facts = NodeFactsReader(
@@ -188,6 +193,17 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         max_sandboxes=settings.max_sandboxes,
     )
     return _Node(service=service, facts=facts, store=store)
+
+
+def _pool_limits(settings: Settings) -> PoolLimits:
+    memory_mib = settings.pool_memory_mib
+    return PoolLimits(
+        memory_mib=host.memory_mib() // POOL_SHARE if memory_mib == "auto" else memory_mib,
+        volume=settings.node_state_dir,
+        keep=settings.pool_keep_counts,
+        runtime=settings.runtime,
+        max_age=timedelta(seconds=settings.pool_max_age_s),
+    )
 
 
 async def serve(settings: Settings, *, parts: Callable[[], NodeParts]) -> None:
@@ -222,6 +238,7 @@ async def running_node(settings: Settings, *, parts: NodeParts) -> AsyncIterator
     finally:
         server.should_exit = True
         node.service.changes.close()
+        node.service.pool.stop()
         await asyncio.gather(serving, return_exceptions=True)
         api_socket.close()
         await dial.close()

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cpuos.runtimes.base import Process
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeSandboxCreate, Restored
-from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation
+from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation, StartedFrom
 
 __all__ = ["Journal", "Loaded", "Record", "Stage"]
 
@@ -27,6 +27,7 @@ log = structlog.get_logger("cpuos.node")
 
 class Stage(StrEnum):
     CREATING = "creating"
+    READY = "ready"  # it runs, nobody has asked for it yet, and the create that names it gets it
     RUNNING = "running"
     SAVING = "saving"  # frozen while a snapshot is made of it
     PAUSING = "pausing"  # frozen while its image is made
@@ -55,6 +56,7 @@ class Record(BaseModel):
     """The newest policy, on disk before it is in force; None: the one of the request."""
     process: Process | None = None
     started_at: datetime | None = None
+    started_from: StartedFrom = StartedFrom.COLD
     exit_reason: str = ""
     ended: bool = False
     """Its resources on the host are removed; of a dead one its files are kept."""

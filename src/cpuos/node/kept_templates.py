@@ -48,6 +48,10 @@ class KeptTemplates:
                 return template
             draft.unlink()
 
+    def installed(self) -> list[Template]:
+        """As they are now."""
+        return self._templates.list()
+
     def image(self, name: str, *, digest: str) -> Path:
         """Where the image of this digest lies: the same path for all that begin with it."""
         kept = self._path(digest)

@@ -45,8 +45,10 @@ class Kit:
         return self.assembly.spec_of(record, template_image=image)
 
     def held_room(self) -> int:
-        """How many sandboxes count against `max_sandboxes`: those that have more than files here."""
-        return sum(not (record.ended or record.stage is Stage.PAUSED) for record in self.ledger.all())
+        """How many sandboxes count against `max_sandboxes`: those that have more than files here, and that somebody
+        has asked for."""
+        uncounted = (Stage.PAUSED, Stage.READY)
+        return sum(not (record.ended or record.stage in uncounted) for record in self.ledger.all())
 
     def end_steps(self, record: Record, *, keep_disk: bool = False) -> list[Step]:
         runtime = self.runtimes.find(record.request.runtime)

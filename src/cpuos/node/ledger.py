@@ -90,7 +90,7 @@ class Ledger:
     def held(self, sandbox_id: str, *, generation: int) -> Record:
         """The record of one that is alive, paused or not, and of this generation."""
         record = self._records.get(sandbox_id)
-        if record is None or record.stage is Stage.GONE:
+        if record is None or record.stage in (Stage.GONE, Stage.READY):
             raise sandbox_not_found(sandbox_id)
         if record.stage in (Stage.DEAD, Stage.DELETING):
             raise SandboxGone(f"cannot reach sandbox: {sandbox_id}", record.exit_reason)
@@ -126,6 +126,7 @@ def facts_of(record: Record) -> SandboxFacts:
         id=record.id,
         generation=record.generation,
         alive=record.stage in _ALIVE,
+        started_from=record.started_from,
         exit_reason=record.exit_reason,
         paused=record.stage in (Stage.PAUSED, Stage.RESUMING),
         pause_reason=record.pause_reason,

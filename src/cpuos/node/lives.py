@@ -4,6 +4,7 @@ on the host goes then."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 
@@ -29,12 +30,21 @@ class Lives:
         self._kit = kit
         self._ledger = kit.ledger
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._tell_given_up: Callable[[str], None] = lambda sandbox_id: None
+
+    def on_given_up(self, tell: Callable[[str], None]) -> None:
+        """`tell` hears of each that was ready and is not there any more."""
+        self._tell_given_up = tell
 
     def begin(self, record: Record, runtime: Runtime) -> SandboxFacts:
         """Its process runs: watch it, and tell."""
+        self.watch(record, runtime)
+        return self._ledger.publish(record)
+
+    def watch(self, record: Record, runtime: Runtime) -> None:
+        """As `begin`, of one that nobody knows yet."""
         self.unwatch(record.id)
         self._watches[record.id] = self._ledger.spawn(self._watch(record, runtime))
-        return self._ledger.publish(record)
 
     def is_watched(self, sandbox_id: str) -> bool:
         return sandbox_id in self._watches
@@ -96,6 +106,21 @@ class Lives:
             log.exception("paused sandbox not parked yet", sandbox=record.id)
         return facts
 
+    async def give_up(self, record: Record) -> None:
+        """One that was ready goes without a trace: nobody has heard of it."""
+        self.unwatch(record.id)
+        # In memory alone: a daemon that finds the record of before does the same.
+        self._ledger.begin(record.becomes(Stage.DELETING, exit_reason="nobody has taken it"))
+        steps = [
+            *self._kit.end_steps(record),
+            Step(name="forget", do=lambda: self._ledger.forget(record.id)),
+        ]
+        try:
+            await run_steps("give-up", steps, checkpoint=self._kit.checkpoint)
+        except Exception:
+            log.exception("ready sandbox not removed yet", sandbox=record.id)
+        self._tell_given_up(record.id)
+
     async def remove(self, record: Record) -> None:
         record = record.becomes(
             Stage.DELETING, exit_reason=record.exit_reason or "it was deleted", changed_at=self._ledger.clock()
@@ -125,5 +150,9 @@ class Lives:
                     break
         async with self._ledger.lock(record.id):
             current = self._ledger.find(record.id)
-            if current is not None and current.stage is Stage.RUNNING and current.process == record.process:
+            if current is None or current.process != record.process:
+                return
+            if current.stage is Stage.READY:
+                await self.give_up(current)
+            elif current.stage is Stage.RUNNING:
                 await self.end_or_park(current, reason=reason)

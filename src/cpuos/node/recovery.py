@@ -31,6 +31,8 @@ def decide(record: Record, *, boot_id: str, has_image: bool = False) -> Recovery
             return Recovery.DELETE
         case Stage.CREATING:
             return Recovery.UNDO
+        case Stage.READY:
+            return Recovery.UNDO if rebooted else Recovery.ADOPT
         case Stage.DEAD:
             return Recovery.END
         case Stage.PAUSED:

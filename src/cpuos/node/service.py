@@ -17,6 +17,7 @@ from cpuos.node.kit import Kit
 from cpuos.node.ledger import Ledger, facts_of
 from cpuos.node.lives import Lives
 from cpuos.node.pausing import Pausing
+from cpuos.node.pool import Pool, PoolLimits
 from cpuos.node.refusals import could_not, stale_generation, stale_policy
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.snapshots import Snapshots
@@ -64,6 +65,7 @@ class NodeService:
         max_sandboxes: int,
         volume: Volume,
         halted: Tell = lambda sandbox_id, halted: None,
+        pool: PoolLimits | None = None,
         checkpoint: Checkpoint = lambda point: None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
@@ -84,7 +86,8 @@ class NodeService:
         )
         self._volume_watch = VolumeWatch(volume, ledger=self.ledger, runtimes=runtimes, tell=halted)
         self._lives = Lives(self._kit)
-        self._creating = Creating(self._kit, lives=self._lives)
+        self.pool = Pool(self._kit, lives=self._lives, limits=pool or PoolLimits())
+        self._creating = Creating(self._kit, lives=self._lives, pool=self.pool)
         self._pausing = Pausing(self._kit, lives=self._lives)
         self._snapshots = Snapshots(self._kit)
         self._upkeep = Upkeep(self._kit, lives=self._lives)
@@ -105,7 +108,7 @@ class NodeService:
 
     def list(self) -> list[SandboxFacts]:
         """All sandboxes but those that are being created."""
-        hidden = (Stage.CREATING, Stage.GONE)
+        hidden = (Stage.CREATING, Stage.GONE, Stage.READY)
         return [facts_of(record) for record in self.ledger.all() if record.stage not in hidden]
 
     async def delete(self, sandbox_id: str, *, generation: int) -> None:
@@ -187,6 +190,7 @@ class NodeService:
         self._runtimes.start()
         self._assembly.disks.start()
         self._upkeep.start()
+        self.pool.start()
         self._volume_watch.start()
 
     async def sweep(self) -> None:
@@ -197,6 +201,7 @@ class NodeService:
         """Finish what goes on and let go. Sandboxes run on."""
         await self._volume_watch.close()
         await self._upkeep.close()
+        await self.pool.close()
         await self._lives.close()
         await self.ledger.finish()
         await self._assembly.disks.close()

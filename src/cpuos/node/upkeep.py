@@ -76,7 +76,7 @@ class Upkeep:
 
     def _is_unattended(self, record: Record) -> bool:
         """Nobody watches it though it runs, or a verb has left it in between."""
-        if record.stage is Stage.RUNNING:
+        if record.stage in (Stage.RUNNING, Stage.READY):
             return not self._lives.is_watched(record.id)
         return record.stage in _IN_BETWEEN or (record.stage is Stage.PAUSED and not record.parked)
 
@@ -106,7 +106,10 @@ class Upkeep:
         runtime = self._kit.runtimes.find(record.request.runtime)
         if decision is Recovery.ADOPT:
             if not (lacking := await self._adopt(record, runtime)):
-                self._lives.begin(record, self._kit.runtime_of(record))
+                begin = self._lives.watch if record.stage is Stage.READY else self._lives.begin
+                begin(record, self._kit.runtime_of(record))
+            elif record.stage is Stage.READY:
+                await self._lives.give_up(record)
             else:
                 record = record.becomes(record.stage, unsettled=record.unsettled and has_image)
                 await self._lives.end_or_park(record, reason=lacking)

@@ -62,6 +62,7 @@ class Instance:
                 "gateway_port": self._ports.take(),
                 "preview_port": self._ports.take(),
                 "network_uplink": "none",
+                "pool_memory_mib": 0,  # nothing is started that a test has not asked for
                 **values,
             },
         )
@@ -204,6 +205,8 @@ class Instance:
         """What is on the host of sandboxes that the node does not know as alive."""
         _, body = ask(self.settings.node_socket, "/v1/sandboxes", timeout_s=30)
         alive = {facts["id"] for facts in body["sandboxes"] if facts["alive"]}
+        _, pool = ask(self.settings.node_socket, "/v1/pool", timeout_s=30)
+        alive |= {ready["id"] for ready in pool["ready"]}
         return find_traces(self.settings, node_pid=self.pids()["node"], except_for=alive)
 
     def logs(self, *, lines: int = 40) -> str:
@@ -251,6 +254,8 @@ class Instance:
             for facts in (body or {}).get("sandboxes", []):
                 path = f"/v1/sandboxes/{facts['id']}?generation={facts['generation']}"
                 ask(self.settings.node_socket, path, method="DELETE", timeout_s=60)
+        if self.settings.pool_memory_mib != 0:
+            self.stop("node")  # it ends what it has ready
 
 
 def _network_user() -> str:

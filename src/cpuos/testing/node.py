@@ -60,9 +60,8 @@ async def fake_node(settings: Settings, *, checkpoint: Checkpoint = lambda point
 async def fake_settings(**values: object) -> AsyncIterator[Settings]:
     """Settings of a private instance in a short temporary path; what is left of its sandboxes is ended with it."""
     folder = Path(tempfile.mkdtemp(prefix="cpuos-"))
-    settings = load_settings(
-        data_dir=folder / "data", state_dir=folder / "state", run_dir=folder / "run", runtime="fake", **values
-    )
+    folders = {"data_dir": folder / "data", "state_dir": folder / "state", "run_dir": folder / "run"}
+    settings = load_settings(**{**folders, "runtime": "fake", "pool_memory_mib": 0, **values})
     write_fake_template(settings)
     try:
         yield settings

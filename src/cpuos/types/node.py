@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 
 from cpuos.types.base import Answer, Request
 from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
-from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation
+from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation, StartedFrom
 
 __all__ = [
     "NodeFacts",
@@ -20,6 +20,8 @@ __all__ = [
     "NodeResume",
     "NodeSandboxCreate",
     "NodeSnapshotCreate",
+    "PoolFacts",
+    "ReadySandbox",
     "Restored",
     "RuntimeFacts",
     "SandboxFacts",
@@ -136,6 +138,35 @@ class VolumeFacts(Answer):
     """Held so that there is something to give up when it is full."""
 
 
+class ReadySandbox(Answer):
+    """A sandbox that was started before anyone asked: a create with its id and these values gets it."""
+
+    id: str
+    template: str
+    template_digest: str
+    runtime: str
+    cpu: int
+    memory_mib: int
+    disk_mib: int
+    max_processes: int
+
+
+class PoolFacts(Answer):
+    seq: int = 0
+    """Another number whenever there is other news."""
+    ready: list[ReadySandbox] = Field(default_factory=list)
+    memory_mib: int = 0
+    """What they take."""
+    budget_mib: int = 0
+    """What they may take; 0: none are made."""
+    filled: int = 0
+    """How many this daemon has made."""
+    taken: int = 0
+    """Creates that got one."""
+    missed: int = 0
+    """Creates that one would have done for, and found none."""
+
+
 class NodeFacts(Answer):
     node: str
     version: str
@@ -147,6 +178,7 @@ class NodeFacts(Answer):
     disk_mib: int
     """The sum of `disk_mib` that sandboxes may be promised, those that are there included."""
     max_sandboxes: int
+    pool: PoolFacts = Field(default_factory=PoolFacts)
     volume: VolumeFacts | None = None
 
 
@@ -154,6 +186,7 @@ class SandboxFacts(Answer):
     id: str
     generation: int
     alive: bool
+    started_from: StartedFrom = StartedFrom.COLD
     exit_reason: str = ""
     """Why it is not alive, as far as the host can tell."""
     paused: bool = False

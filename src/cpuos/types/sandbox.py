@@ -24,6 +24,7 @@ __all__ = [
     "SandboxList",
     "SandboxState",
     "SandboxUpdate",
+    "StartedFrom",
 ]
 
 # Ids stand in host names after "{port}-", so lower case and digits only, under 63 characters with any port.
@@ -56,6 +57,17 @@ class Isolation(StrEnum):
     GVISOR = "gvisor"
     EMULATED = "emulated"
     NONE = "none"
+
+
+class StartedFrom(StrEnum):
+    """How a sandbox came to be, the fastest first."""
+
+    POOL = "pool"
+    """It was ready: started before it was asked for."""
+    RESTORE = "restore"
+    """Its processes were taken up from what was saved."""
+    COLD = "cold"
+    """Its processes began anew."""
 
 
 class OnEnd(StrEnum):
