@@ -17,17 +17,18 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from ipaddress import IPv4Network
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from cpuos.node.network.judge import Judge
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.namespaces import in_fresh_thread, inside, keep_namespace, new_namespace, release_namespace
 from cpuos.node.network.nftables import NftContext
-from cpuos.node.network.plan import HUB_MAC, WAN_MAC, BlockPlan
+from cpuos.node.network.plan import HUB_MAC, LAN, WAN_MAC, BlockPlan
 from cpuos.node.network.router import Router
 from cpuos.node.network.rules import PEEK_PORT, base_rules
 from cpuos.node.network.slot import guest_name, make_slot, release_slot, router_name
 from cpuos.node.network.surroundings import Surroundings
+from cpuos.node.network.tap import open_tap
 from cpuos.types.blocked import Exemption
 from cpuos.types.network import EffectivePolicy
 from packets import Packet, ethernet, read_packet, udp_frame
@@ -66,8 +67,34 @@ def judge(*layers: Any, version: int = 1) -> Judge:
     return Judge(EffectivePolicy.model_validate({"version": version, "layers": listed}))
 
 
+class TapEnd:
+    """A VMM's end of a tap, used as a packet socket is: all that it reads came out of the router."""
+
+    def __init__(self, name: str) -> None:
+        self._descriptor = open_tap(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def send(self, frame: bytes) -> None:
+        with contextlib.suppress(OSError):  # no frame at all: refused before it is one
+            os.write(self._descriptor, frame)
+
+    def recv(self, size: int) -> bytes:
+        return os.read(self._descriptor, size)
+
+    def recvfrom(self, size: int) -> tuple[bytes, tuple[str, int, int]]:
+        return self.recv(size), ("", 0, socket.PACKET_HOST)
+
+
 class RouterWorld:
-    def __init__(self, folder: Path, router: Router) -> None:
+    def __init__(self, folder: Path, router: Router, *, tap: bool = False) -> None:
         self.router = router
         self.address = PLAN.address
         self.outside_path = folder / "outside"
@@ -75,7 +102,8 @@ class RouterWorld:
         self.router_path = router_name(folder / "slot")
         self._opened = contextlib.ExitStack()
         self._outside = self._opened.enter_context(self.in_outside(lambda: packet_socket(PLAN.hub_device)))
-        self._guest = self._opened.enter_context(self.in_guest(lambda: packet_socket("eth0")))
+        guest = self.in_guest(lambda: TapEnd(LAN) if tap else packet_socket("eth0"))
+        self._guest = self._opened.enter_context(guest)
         self._wan = self._opened.enter_context(self.in_router(lambda: packet_socket("wan")))
         self.names = self._opened.enter_context(self.in_router(_names_socket))
         """Where the forwarder would listen."""
@@ -204,7 +232,9 @@ def router_world(
     limits: NetworkLimits = AMPLE,
     exemptions: Collection[Exemption] = (),
     surroundings: Surroundings | None = None,
+    tap: bool = False,
 ) -> Iterator[RouterWorld]:
+    """With `tap` the guest is a VMM: it has no namespace, and no program runs in its place."""
     outside = folder / "outside"
     with contextlib.ExitStack() as made:
         made.callback(release_namespace, outside)
@@ -212,12 +242,12 @@ def router_world(
         in_fresh_thread(lambda: _keep_new(outside))
         surroundings = surroundings or Surroundings()
         rules = base_rules(PLAN, limits=limits, exemptions=exemptions, surroundings=surroundings)
-        make_slot(folder / "slot", PLAN, hub=outside, load_rules=lambda plan: _load(rules))
+        make_slot(folder / "slot", PLAN, hub=outside, load_rules=lambda plan: _load(rules), tap=tap)
         inside(outside, _own_every_address)
         router = Router.open(router_name(folder / "slot"), exemptions=exemptions)
         made.callback(router.close)
         router.set_surroundings(surroundings)
-        world = RouterWorld(folder, router)
+        world = RouterWorld(folder, router, tap=tap)
         made.callback(world.close)
         yield world
 
@@ -259,7 +289,7 @@ def _names_socket() -> socket.socket:
     return made
 
 
-def _next(one: socket.socket, *, deadline_s: float = _DEADLINE_S) -> bytes:
+def _next(one: socket.socket | TapEnd, *, deadline_s: float = _DEADLINE_S) -> bytes:
     """The next frame that came in."""
     while select.select([one], [], [], deadline_s)[0]:
         frame, origin = one.recvfrom(65536)
@@ -268,7 +298,7 @@ def _next(one: socket.socket, *, deadline_s: float = _DEADLINE_S) -> bytes:
     raise TimeoutError("no frame came")
 
 
-def _drain(one: socket.socket) -> None:
+def _drain(one: socket.socket | TapEnd) -> None:
     while select.select([one], [], [], 0)[0]:
         one.recv(65536)
 

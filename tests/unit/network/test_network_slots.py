@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from cpuos.errors import Conflict, InvalidRequest, NotFound, PlatformError
 from cpuos.node.network.namespaces import inside
 from cpuos.node.network.network import Network, NetworkConfig
+from cpuos.node.network.plan import GUEST_MAC
+from cpuos.node.network.tap import open_tap
 from cpuos.types.network import EffectivePolicy, NetworkPolicy, PolicyLayer
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="needs root"), pytest.mark.timeout(120)]
@@ -103,6 +106,33 @@ async def test_a_slot_joins_hub_router_and_guest(network):
             connection, peer = server.accept()
             connection.close()
             assert peer[0] == "10.0.0.1"
+
+
+async def test_a_slot_with_a_tap_has_a_router_alone(network):
+    """Whoever opens the tap is the guest; the device stays when nobody does, and goes with the slot."""
+    path = await network.take(ID, policy(), tap=True)
+    assert path == network.path(ID)
+    assert names(path) == names(path.parent / "router") == {"lo", "lan", "wan"}
+    assert os.stat(path).st_ino == os.stat(path.parent / "router").st_ino
+    for _ in range(2):
+        tap = inside(path, lambda: open_tap("lan"))
+        link = await network.guest_link(ID)
+        with link.socket:
+            # The guest is not asked where it is: the first frame that comes out is the connection's own.
+            with pytest.raises(BlockingIOError):
+                link.socket.connect(link.address)
+            frame = await asyncio.to_thread(read_frame, tap)
+        os.close(tap)
+        assert frame[:6] == bytes.fromhex(GUEST_MAC.replace(":", ""))
+        assert frame[12:14] == b"\x08\x00"
+        assert "lan" in names(path)
+    await network.take(ID, policy())  # its slot may be of the other kind next time
+    assert names(network.path(ID)) == {"lo", "eth0"}
+
+
+def read_frame(tap: int) -> bytes:
+    assert select.select([tap], [], [], 20)[0]
+    return os.read(tap, 65536)
 
 
 async def test_the_guest_has_one_way_out_and_no_ipv6(network):

@@ -23,9 +23,9 @@ GOOD = ip(tcp(WEB, 80), WEB, protocol=6)
 LOOSE_ROUTE = bytes([131, 7, 4]) + bytes([10, 20, 30, 40]) + b"\0"
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    with router_world(tmp_path_factory.mktemp("world")) as made:
+@pytest.fixture(scope="module", params=["veth", "tap"])
+def world(request, tmp_path_factory):
+    with router_world(tmp_path_factory.mktemp("world"), tap=request.param == "tap") as made:
         made.apply("internet")
         yield made
 

@@ -41,12 +41,15 @@ class SlotRecipe:
     exemptions: tuple[Exemption, ...] = ()
     surroundings: Surroundings = field(default_factory=Surroundings)
     limits: NetworkLimits = field(default_factory=NetworkLimits)
+    tap: bool = False
+    """For guests with a kernel of their own."""
 
     def make(self, number: int) -> None:
         """Make slot `number`, whole or not at all. Its router lets nothing pass until it has a policy."""
         folder = self.folder / str(number)
         try:
-            make_slot(folder, BlockPlan(network=self.block).slot(number), hub=self.hub, load_rules=self._load_rules)
+            plan = BlockPlan(network=self.block).slot(number)
+            make_slot(folder, plan, hub=self.hub, load_rules=self._load_rules, tap=self.tap)
         except BaseException:
             release_slot(folder)
             raise
@@ -74,6 +77,7 @@ class SlotRecipe:
             "host_addresses": [str(address) for address in self.surroundings.addresses],
             "reach": [str(network) for network in self.surroundings.reach],
             "limits": asdict(self.limits),
+            "tap": self.tap,
         }
 
     @classmethod
@@ -90,6 +94,7 @@ class SlotRecipe:
                 reach=tuple(map(IPv4Network, value["reach"])),
             ),
             limits=NetworkLimits(**value["limits"]),
+            tap=bool(value["tap"]),
         )
 
 

@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Literal
@@ -67,6 +68,8 @@ class NetworkConfig:
     """Who may ask for the record of connections, beside root."""
     limits: NetworkLimits = field(default_factory=NetworkLimits)
     """Of each sandbox."""
+    tap_pool: int = 0
+    """As `pool`, of slots with a tap."""
 
 
 class Network:
@@ -108,15 +111,12 @@ class Network:
             await asyncio.to_thread(self._remove_unused)
         except OSError as problem:
             raise PlatformError("cannot make the sandboxes' network", str(problem), hint="cpuos doctor") from problem
-        self.pool: SlotPool[TakenSlot] = SlotPool(
-            self._recipe,
-            size=self._config.pool,
-            numbers=SlotNumbers(self._folder, self._plan),
-            prepare=self._prepare,
-            discard=self._discard,
-        )
+        numbers = SlotNumbers(self._folder, self._plan)
+        self.pool = self._make_pool(numbers, size=self._config.pool)
+        self.tap_pool = self._make_pool(numbers, size=self._config.tap_pool, tap=True)
         self.workers.start(self._surroundings)
         self.pool.start()
+        self.tap_pool.start()
         self._watch = asyncio.create_task(self._watch_host(), name="cpuos-host-network")
 
     async def close(self) -> None:
@@ -127,6 +127,7 @@ class Network:
         await asyncio.gather(self._watch, return_exceptions=True)
         self._watch = None
         await self.pool.close()
+        await self.tap_pool.close()
         await self.workers.close()
         await asyncio.gather(*(slot.close() for slot in self._slots.values()))
         self._slots.clear()
@@ -141,11 +142,11 @@ class Network:
         """The bare namespace, for the runtime; known before the slot is taken."""
         return guest_name(self._link(sandbox_id))
 
-    async def take(self, sandbox_id: str, policy: EffectivePolicy) -> Path:
-        """A slot in which this policy holds, armed. What an earlier try left is replaced."""
+    async def take(self, sandbox_id: str, policy: EffectivePolicy, *, tap: bool = False) -> Path:
+        """A slot in which this policy holds, armed, or with a tap. What an earlier try left is replaced."""
         await self.release(sandbox_id)
         try:
-            slot = await self.pool.take()
+            slot = await (self.tap_pool if tap else self.pool).take()
         except OSError as problem:
             raise PlatformError(f"cannot make the network slot of sandbox {sandbox_id}", str(problem)) from problem
         try:
@@ -286,12 +287,22 @@ class Network:
         self._hub.open(plan)
         return plan
 
-    def _recipe(self) -> SlotRecipe:
+    def _make_pool(self, numbers: SlotNumbers, *, size: int, tap: bool = False) -> SlotPool[TakenSlot]:
+        return SlotPool(
+            partial(self._recipe, tap=tap),
+            size=size,
+            numbers=numbers,
+            prepare=self._prepare,
+            discard=self._discard,
+        )
+
+    def _recipe(self, *, tap: bool = False) -> SlotRecipe:
         return SlotRecipe(
             folder=self._folder,
             hub=self._hub.path,
             block=self._plan.network,
             exemptions=self._exemptions,
+            tap=tap,
             surroundings=self._surroundings,
             limits=self._config.limits,
         )
@@ -339,6 +350,7 @@ class Network:
                 self._surroundings, followed = seen, False
                 log.info("host network changed", addresses=[*map(str, seen.addresses)], reach=[*map(str, seen.reach)])
                 await asyncio.gather(*(slot.set_surroundings(seen) for slot in list(self._slots.values())))
+                await self.tap_pool.drain()
                 await self.workers.set_surroundings(seen)
                 await self.pool.drain()
                 followed = True

@@ -1,4 +1,5 @@
-"""One slot on the host: the bare namespace that gVisor takes over, and its router between that and the hub.
+"""One slot on the host: the bare namespace that gVisor takes over, and its router between that and the hub. A microVM
+takes a tap of the router's instead of a namespace.
 
 A slot is a folder `N/` with two names, `guest` and `router`, in the node's mount namespace. Addresses and MACs of the
 guest's side are the same in every slot, so a guest never has to learn new ones; the namespace tells slots apart.
@@ -23,6 +24,7 @@ from cpuos.node.network.namespaces import (
 )
 from cpuos.node.network.netlink import RouteNetlink
 from cpuos.node.network.plan import GUEST_MAC, HUB_MAC, LAN, ROUTER_MAC, WAN, WAN_MAC, SlotPlan
+from cpuos.node.network.tap import make_tap
 from cpuos.node.network.told import remove_names_file
 from cpuos.runtimes.base import GUEST_ADDRESS, ROUTER_ADDRESS
 
@@ -63,14 +65,17 @@ def guest_name(folder: Path) -> Path:
     return folder / "guest"
 
 
-def make_slot(folder: Path, plan: SlotPlan, *, hub: Path, load_rules: Callable[[SlotPlan], None]) -> None:
+def make_slot(
+    folder: Path, plan: SlotPlan, *, hub: Path, load_rules: Callable[[SlotPlan], None], tap: bool = False
+) -> None:
     """Make both namespaces, joined to each other and the hub, and armed. What an earlier try left is replaced.
 
-    `load_rules` is called inside the router, before it forwards anything.
+    `load_rules` is called inside the router, before it forwards anything. With `tap` there is one namespace alone,
+    under both names: the guest's side of the device is whoever opens it.
     """
     release_slot(folder)
     folder.mkdir(mode=0o700)
-    in_fresh_thread(lambda: _make(folder, plan, hub=hub, load_rules=load_rules))
+    in_fresh_thread(lambda: _make(folder, plan, hub=hub, load_rules=load_rules, tap=tap))
 
 
 def arm_slot(folder: Path) -> None:
@@ -98,19 +103,23 @@ def release_slot(folder: Path) -> None:
         folder.rmdir()
 
 
-def _make(folder: Path, plan: SlotPlan, *, hub: Path, load_rules: Callable[[SlotPlan], None]) -> None:
+def _make(folder: Path, plan: SlotPlan, *, hub: Path, load_rules: Callable[[SlotPlan], None], tap: bool) -> None:
     with contextlib.ExitStack() as opened:
         hub_namespace = os.open(hub, os.O_RDONLY | os.O_CLOEXEC)
         opened.callback(os.close, hub_namespace)
         guest = new_namespace()
         opened.callback(os.close, guest)
         keep_namespace(guest_name(folder))
-        os.close(new_namespace())
+        if not tap:
+            os.close(new_namespace())
         keep_namespace(router_name(folder))
         set_sysctls(ROUTING_SYSCTLS)
         with RouteNetlink() as router:
             router.set_up("lo")
-            router.add_veth(LAN, mac=ROUTER_MAC, peer="eth0", peer_mac=GUEST_MAC, peer_netns=guest)
+            if tap:
+                make_tap(LAN, mac=ROUTER_MAC)
+            else:
+                router.add_veth(LAN, mac=ROUTER_MAC, peer="eth0", peer_mac=GUEST_MAC, peer_netns=guest)
             router.set_address(LAN, f"{ROUTER_ADDRESS}/{_PREFIX}")
             router.add_veth(WAN, mac=WAN_MAC, peer=plan.hub_device, peer_mac=HUB_MAC, peer_netns=hub_namespace)
             router.set_address(WAN, f"{plan.address}/32")
@@ -127,8 +136,9 @@ def _make(folder: Path, plan: SlotPlan, *, hub: Path, load_rules: Callable[[Slot
             hub_side.set_up(plan.hub_device)
             hub_side.set_neighbour(plan.hub_device, str(plan.address), mac=WAN_MAC)
             hub_side.set_route(plan.hub_device, f"{plan.address}/32")
-        syscalls.setns(guest, syscalls.CLONE_NEWNET)
-        _arm_here()
+        if not tap:
+            syscalls.setns(guest, syscalls.CLONE_NEWNET)
+            _arm_here()
 
 
 def _arm_here() -> None:

@@ -1,0 +1,40 @@
+"""A tap device: frames that a VMM writes come out of it, as if a cable led to the guest."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+
+__all__ = ["make_tap", "open_tap"]
+
+# linux/if_tun.h, linux/sockios.h, linux/if_arp.h
+_TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
+_IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
+_SIOCSIFHWADDR, _ARPHRD_ETHER = 0x8924, 1
+_REQUEST = struct.Struct("16sH22x")
+
+
+def make_tap(name: str, *, mac: str) -> None:
+    """In the calling thread's network namespace; it stays when nobody has it open."""
+    descriptor = open_tap(name)
+    try:
+        fcntl.ioctl(descriptor, _TUNSETPERSIST, 1)
+    finally:
+        os.close(descriptor)
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)) as control:
+        address = struct.pack("16sH6s16x", name.encode(), _ARPHRD_ETHER, bytes.fromhex(mac.replace(":", "")))
+        fcntl.ioctl(control, _SIOCSIFHWADDR, address)
+
+
+def open_tap(name: str) -> int:
+    """The other end of the device of this name, made where there is none: one frame a read or write."""
+    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fcntl.ioctl(descriptor, _TUNSETIFF, _REQUEST.pack(name.encode(), _IFF_TAP | _IFF_NO_PI))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
