@@ -45,9 +45,6 @@ def sandbox(sealed: SealedWorld, sealed_instance: SealedInstance) -> Iterator[Sa
         yield sandbox
 
 
-# Known to fail now and then (about one in ten): the name then stays closed until it is asked for anew. Open; see the
-# issue of the network.
-@pytest.mark.slow
 def test_over_a_restart_of_the_node(sealed, sealed_instance, sandbox):
     sealed_instance.kill("node")
     sealed_instance.wait_ready()

@@ -182,8 +182,6 @@ class Network:
         slot = self._taken(sandbox_id)
         async with slot.lock:
             learned = await self.workers.change(sandbox_id, policy)
-            if learned is None:  # no forwarder now: the next one is given what the guest was told
-                learned = slot.told.all()
             await slot.apply(policy, learned=learned)
             cut = await slot.cut()
         await asyncio.to_thread(self._hub.end_flows, slot.plan, cut)
@@ -219,7 +217,7 @@ class Network:
                 slot.counted_before = await slot.counters()
             slot.is_found = True
             await asyncio.to_thread(slot.told.load)
-            await slot.apply(policy, learned=slot.told.all(), base=self._recipe().rules(slot.plan))
+            await slot.apply(policy, base=self._recipe().rules(slot.plan))
             await slot.cut()
         except BaseException:
             await asyncio.shield(slot.close())
@@ -302,9 +300,9 @@ class Network:
             hub=self._hub.path,
             block=self._plan.network,
             exemptions=self._exemptions,
-            tap=tap,
             surroundings=self._surroundings,
             limits=self._config.limits,
+            tap=tap,
         )
 
     async def _prepare(self, number: int) -> TakenSlot:
@@ -350,9 +348,9 @@ class Network:
                 self._surroundings, followed = seen, False
                 log.info("host network changed", addresses=[*map(str, seen.addresses)], reach=[*map(str, seen.reach)])
                 await asyncio.gather(*(slot.set_surroundings(seen) for slot in list(self._slots.values())))
-                await self.tap_pool.drain()
                 await self.workers.set_surroundings(seen)
                 await self.pool.drain()
+                await self.tap_pool.drain()
                 followed = True
             except (OSError, CpuosError):
                 log.exception("host network not followed yet")

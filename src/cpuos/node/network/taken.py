@@ -41,11 +41,14 @@ class TakenSlot:
         self._router = router
 
     async def apply(self, policy: EffectivePolicy, *, learned: Collection[NamedAddress] = (), base: str = "") -> None:
-        """`base`: base rules that must lie under it, where those of an earlier daemon may."""
+        """With all that the guest was told of names, and `learned` beside it: a forwarder that has just begun may not
+        know yet what the one before it said. `base`: base rules that must lie under it, where those of an earlier
+        daemon may."""
         self.told.add(learned)
+        told = self.told.all()
 
         def work() -> None:
-            self._router.apply(Judge(policy), learned=learned, base=base)
+            self._router.apply(Judge(policy), learned=told, base=base)
             self.told.save_all()
 
         await asyncio.to_thread(work)

@@ -150,14 +150,14 @@ class WorkerSet:
         async with slot.lock:
             await self._open_in([worker for worker in self.workers.values() if worker.is_ready], sandbox_id, slot)
 
-    async def change(self, sandbox_id: str, policy: EffectivePolicy) -> list[NamedAddress] | None:
-        """Tell them of a new policy: first the forwarder. What it has told the guest; None where there is none now."""
+    async def change(self, sandbox_id: str, policy: EffectivePolicy) -> list[NamedAddress]:
+        """Tell them of a new policy: first the forwarder. What it knows to have told the guest, which is nothing where
+        there is none now, or one that was not given this slot yet."""
         change = PolicyChange(sandbox=sandbox_id, policy=policy)
         answer = await self._tell(DNS, change, answer=Learned)
         await asyncio.gather(self._tell(PEEK, change), self._tell(RECORDS, change))
-        if answer is None:
-            return None
-        return [NamedAddress(name=row.name, address=row.address, ttl_s=row.ttl_s) for row in answer.learned]
+        learned = answer.learned if answer is not None else []
+        return [NamedAddress(name=row.name, address=row.address, ttl_s=row.ttl_s) for row in learned]
 
     async def shut(self, sandbox_id: str, slot: TakenSlot | None) -> None:
         """Let them close all they hold of a slot, after the kernel's counts have been compared with what was recorded.
@@ -228,9 +228,13 @@ class WorkerSet:
         if worker.name == RECORDS:
             with await asyncio.to_thread(open_end_socket, self._hub) as ends:
                 await worker.request(Hub(), descriptors=[ends.fileno()])
-        for sandbox_id, slot in list(self._slots().items()):
-            async with slot.lock:
-                await self._open_in([worker], sandbox_id, slot)
+        given: set[TakenSlot] = set()
+        # Again, for slots taken meanwhile: nobody else gives them to a worker that is not ready.
+        while coming := [(sandbox_id, slot) for sandbox_id, slot in self._slots().items() if slot not in given]:
+            for sandbox_id, slot in coming:
+                given.add(slot)
+                async with slot.lock:
+                    await self._open_in([worker], sandbox_id, slot)
 
     async def _open_in(self, workers: Sequence[Worker], sandbox_id: str, slot: TakenSlot) -> None:
         wanting = [worker for worker in workers if slot.opened.get(worker.name) != self._processes[worker.name]]
