@@ -134,9 +134,9 @@ class FakeNode:
             started_at=datetime.now(UTC),
         )
         if request.snapshot is not None:
-            self._snapshot(request.snapshot)
+            saved = self._snapshot(request.snapshot)
             self.begun_with[request.id] = (request.snapshot, request.warm)
-            facts = facts.model_copy(update={"restored": self.restores})
+            facts = facts.model_copy(update={"restored": self.restores, "restored_at": saved.created_at})
         self.sandboxes[request.id] = facts
         self.policies[request.id] = request.network
         await self._tell(facts)
@@ -375,8 +375,10 @@ class FakeGateway:
             self.called.append(sandbox_id)
             self._wake_news.notify_all()
 
-    async def detach(self, sandbox_id: str, *, reason: str, text: str) -> None:
+    async def detach(self, sandbox_id: str, *, reason: str, text: str, generation: int) -> None:
         self._demand_reachable()
+        if generation < self.attached.get(sandbox_id, 0):
+            return
         self.suspended.pop(sandbox_id, None)
         if self.attached.pop(sandbox_id, None) is not None:
             self.ended[sandbox_id] = reason

@@ -401,7 +401,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "port_answer_invalid": ("what listens there does not speak HTTP/1.1", "see what it prints: cpuos logs SANDBOX"),
     "request_malformed": ("it is not HTTP/1.1 as a preview takes it", "sbx.ports.url(3000), or cpuos ports SANDBOX"),
-    "sandbox_lost": ("it died", "cpuos audit --sandbox SANDBOX tells when; cpuos create"),
+    "sandbox_lost": ("it died", "cpuos recreate SANDBOX; cpuos audit --sandbox SANDBOX tells when"),
     "sandbox_stopped": ("it was killed or its time ended", "cpuos create; cpuos ps --all SANDBOX shows what ran in it"),
     "agent_unresponsive": (
         "the agent in the sandbox gave no answer in time",

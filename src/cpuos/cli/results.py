@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cpuos import Result
     from cpuos.types.command import Command
+    from cpuos.types.sandbox import Recreated
 
 __all__ = [
     "OURS",
     "TIMED_OUT",
     "describe_capacity",
     "describe_end",
+    "describe_recreated",
     "describe_refusals",
     "describe_result",
     "exit_code_of",
@@ -22,6 +24,14 @@ __all__ = [
 TIMED_OUT = 124
 OURS = 125
 SHOWN_REFUSALS = 5
+
+
+def describe_recreated(recreated: Recreated) -> str:
+    """What came back of a sandbox that was lost."""
+    workspace = "all of /workspace" if recreated.workspace == "all" else "of /workspace all that was synced"
+    if recreated.root_age_s is None:
+        return f"{workspace}; all else is as in its template"
+    return f"{workspace}; all else as {recreated.root_age_s:.0f} s before it was lost"
 
 
 def exit_code_of(status: str, *, exit_code: int | None, signal: int | None) -> int:

@@ -1,4 +1,4 @@
-"""pause, resume, snapshot, fork, snapshots: sandboxes that stand still, and copies of them."""
+"""pause, resume, recreate, snapshot, fork, snapshots: sandboxes that stand still, come back, and copies of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from cpuos.cli.groups import command_group
 from cpuos.cli.output import JsonOption, Output, ago, current_output
+from cpuos.cli.results import describe_recreated
 from cpuos.cli.sandboxes import connected, parse_pairs
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = [
     "fork",
     "list_snapshots",
     "pause",
+    "recreate",
     "register",
     "remove_snapshot",
     "resume",
@@ -30,7 +32,7 @@ LabelOption = Annotated[list[str] | None, typer.Option("--label", "-l", help="KE
 
 
 def register(app: typer.Typer) -> None:
-    for command in (pause, resume, snapshot, fork):
+    for command in (pause, resume, recreate, snapshot, fork):
         app.command(command.__name__)(command)
     group = command_group("Snapshots of sandboxes.")
     group.command("ls")(list_snapshots)
@@ -53,6 +55,18 @@ def resume(ctx: typer.Context, sandbox: SandboxArgument, as_json: JsonOption = F
     with _moving(ctx, sandbox, "resuming") as (output, sbx):
         sbx.resume()
         _show(output, sbx)
+
+
+def recreate(ctx: typer.Context, sandbox: SandboxArgument, as_json: JsonOption = False) -> None:
+    """Make a lost sandbox anew under its id, from the files that were kept of it, and say how old they are.
+
+    Its programs are gone, and what was opened before - previews, streams - is void.
+    """
+    with _moving(ctx, sandbox, "recreating") as (output, sbx):
+        recreated = sbx.recreate()
+        _show(output, sbx)
+        if recreated is not None:
+            output.progress(describe_recreated(recreated))
 
 
 def snapshot(

@@ -48,6 +48,8 @@ class _Suspend(Request):
 class _Detach(Request):
     reason: Literal["stopped", "lost"]
     text: Text = ""
+    generation: int | None = None
+    """The one that ended: a later one stays."""
 
 
 class _OpenPort(Request):
@@ -121,7 +123,7 @@ async def _get_wakes(call: Call, gateway: Gateway) -> None:
 async def _detach(call: Call, gateway: Gateway) -> None:
     request: _Detach = read_model(_Detach, await call.body(limit=MAX_JSON))
     status = CommandStatus.KILLED if request.reason == "stopped" else CommandStatus.SANDBOX_LOST
-    await gateway.sandboxes.detach(_sandbox_id(call), status, request.text)
+    await gateway.sandboxes.detach(_sandbox_id(call), status, request.text, generation=request.generation)
     await call.answer(204, headers=[])
 
 

@@ -71,6 +71,8 @@ class GatewaySandbox:
         self.ports = PublishedPorts(store.folder / "ports.json")
         self.runs: dict[str, CommandRun] = {}
         self.generation = 0
+        self._asked_generation = 0
+        """The highest that anybody wanted attached."""
         self.hostname = ""
         self.ended: tuple[CommandStatus, str] | None = None
         """How and why it ended: killed or sandbox_lost."""
@@ -94,6 +96,7 @@ class GatewaySandbox:
 
         A suspended sandbox goes on by it, or stays suspended where it fails.
         """
+        self._asked_generation = max(self._asked_generation, generation)
         async with self._attaching:
             if generation < self.generation:
                 raise Conflict(
@@ -105,9 +108,13 @@ class GatewaySandbox:
                 raise self.gone()
             if generation == self.generation and self.gate.open and self.hello is not None:
                 return self.hello
-            if generation > self.generation and self.generation:
+            if generation > self.generation and self.generation and self.ended is None:
                 await self.end(CommandStatus.SANDBOX_LOST, "the sandbox was made anew as another generation")
             return await self._attach(generation, hostname=hostname, wait_s=wait_s, starting_s=starting_s)
+
+    def is_after(self, generation: int | None) -> bool:
+        """It is attached, or about to be, as a later generation than this."""
+        return generation is not None and generation < max(self.generation, self._asked_generation)
 
     async def _attach(self, generation: int, *, hostname: str, wait_s: float, starting_s: float) -> Hello:
         agent = self._client(generation)

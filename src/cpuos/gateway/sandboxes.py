@@ -119,10 +119,12 @@ class Sandboxes:
             if sandbox.generation and sandbox.ended is None
         }
 
-    async def detach(self, sandbox_id: str, status: CommandStatus, reason: str) -> None:
-        """Nothing there is fine."""
+    async def detach(
+        self, sandbox_id: str, status: CommandStatus, reason: str, *, generation: int | None = None
+    ) -> None:
+        """Nothing there is fine; with `generation`, so is a later one, which stays."""
         sandbox = self._sandboxes.get(sandbox_id)
-        if sandbox is not None:
+        if sandbox is not None and not sandbox.is_after(generation):
             await sandbox.detach(status, reason)
 
     async def forget(self, sandbox_id: str) -> None:

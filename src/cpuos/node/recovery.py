@@ -6,9 +6,7 @@ from enum import StrEnum
 
 from cpuos.node.journal import Record, Stage
 
-__all__ = ["HOST_RESTARTED", "Recovery", "decide"]
-
-HOST_RESTARTED = "the host restarted"
+__all__ = ["Recovery", "decide"]
 
 
 class Recovery(StrEnum):

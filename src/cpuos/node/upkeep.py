@@ -12,9 +12,10 @@ from cpuos.node.images import pause_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.lives import Lives
-from cpuos.node.recovery import HOST_RESTARTED, Recovery, decide
+from cpuos.node.recovery import Recovery, decide
 from cpuos.node.steps import run_steps
 from cpuos.runtimes.base import Runtime
+from cpuos.types.sandbox import HOST_RESTARTED
 
 __all__ = ["GONE_KEPT", "Upkeep"]
 

@@ -37,6 +37,7 @@ from cpuos.server.pausing import Pausing
 from cpuos.server.policies import AllowAll, Policy
 from cpuos.server.quotas import Quotas
 from cpuos.server.reconciler import Reconciler
+from cpuos.server.recreating import Recreating
 from cpuos.server.settlement import Settlement
 from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
@@ -102,6 +103,7 @@ class ControlPlane:
     lifecycle: Lifecycle
     pausing: Pausing
     snapshots: Snapshots
+    recreating: Recreating
     networks: Networks
     templates: TemplateNames
     builder: Builder
@@ -228,6 +230,7 @@ class _Verbs:
     lifecycle: Lifecycle
     pausing: Pausing
     snapshots: Snapshots
+    recreating: Recreating
     templates: TemplateNames
     tickets: TicketSigner
     builder: Builder
@@ -288,6 +291,7 @@ async def _wire(
         lifecycle=verbs.lifecycle,
         pausing=verbs.pausing,
         snapshots=verbs.snapshots,
+        recreating=verbs.recreating,
         networks=networks,
         templates=verbs.templates,
         builder=verbs.builder,
@@ -345,7 +349,22 @@ def _verbs(
         wait_s=options.resume_wait_s,
     )
     snapshots = Snapshots(
-        database=database, scheduler=scheduler, lifecycle=lifecycle, pausing=pausing, quotas=quotas, clock=clock
+        database=database,
+        scheduler=scheduler,
+        lifecycle=lifecycle,
+        pausing=pausing,
+        quotas=quotas,
+        tasks=tasks,
+        clock=clock,
+    )
+    recreating = Recreating(
+        database=database,
+        scheduler=scheduler,
+        lifecycle=lifecycle,
+        snapshots=snapshots,
+        quotas=quotas,
+        tasks=tasks,
+        clock=clock,
     )
     lifecycle.rescue_by(snapshots.rescue)
     tickets = TicketSigner(load_ticket_key(options.ticket_key), clock)
@@ -364,6 +383,7 @@ def _verbs(
         lifecycle=lifecycle,
         pausing=pausing,
         snapshots=snapshots,
+        recreating=recreating,
         templates=templates,
         tickets=tickets,
         builder=builder,

@@ -111,8 +111,9 @@ class GatewayControl(Protocol):
         """Long poll: the suspended sandboxes that were called since. Start with 0."""
         ...
 
-    async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str) -> None:
-        """End its streams; its running commands become killed or sandbox_lost. Nothing there is fine."""
+    async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str, generation: int) -> None:
+        """End its streams; its running commands become killed or sandbox_lost. Nothing there is fine, and a later
+        generation stays."""
         ...
 
     async def forget(self, sandbox_id: str) -> None:
@@ -197,8 +198,9 @@ class LocalGatewayControl:
             wakes = [Wake(seq=int(one["seq"]), sandbox=str(one["sandbox"])) for one in answer["wakes"]]
             return WakesPage(source=str(answer["source"]), wakes=wakes, next=int(answer["next"]))
 
-    async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str) -> None:
-        await self._call("POST", f"/v1/sandboxes/{sandbox_id}/detach", body={"reason": reason, "text": text[:MAX_TEXT]})
+    async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str, generation: int) -> None:
+        body = {"reason": reason, "text": text[:MAX_TEXT], "generation": generation}
+        await self._call("POST", f"/v1/sandboxes/{sandbox_id}/detach", body=body)
 
     async def forget(self, sandbox_id: str) -> None:
         await self._call("DELETE", f"/v1/sandboxes/{sandbox_id}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import structlog
@@ -24,6 +24,7 @@ from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
 from cpuos.server.db.sandboxes import advance, insert_sandbox, row_of, update_fields
 from cpuos.server.gateway import GatewayControl
+from cpuos.server.losses import given_up, recreated
 from cpuos.server.network import Networks
 from cpuos.server.quotas import Quotas
 from cpuos.server.states import Verb, next_state, sources, unusable
@@ -37,6 +38,7 @@ __all__ = ["Creation", "Lifecycle"]
 
 _log = structlog.get_logger("cpuos.server.lifecycle")
 Rescue = Callable[[Row[Any]], Awaitable[bool]]
+Begin = Callable[[datetime], Awaitable[Row[Any]]]
 
 
 class Creation:
@@ -130,30 +132,30 @@ class Lifecycle:
                 actor=actor,
                 intent=intent,
             )
-            self._scheduler.commit(sandbox_id)
             begun(sandbox_id)
-            undo.push_async_exit(self._fail_unless_kept(row))
-            undo.push_async_callback(self._remove_from_node, row)
-            policy = await self._networks.effective(row)
-            undo.push_async_callback(self._forget_quietly, row.id)
-            async with self._attaching(row, starting_s=self._create_deadline.total_seconds()) as attached:
-                facts = await self._scheduler.client(row.node).create(node_request(row, policy, origin=origin))
-                missing = what_is_missing(facts, verb="began", memory=origin is not None and origin.memory)
-                return await self._start(row, facts, attached=attached, creation=creation, missing=missing)
+            return await self._make(row, origin=origin, creation=creation, undo=undo)
+
+    async def recreate(self, row: Row[Any], demand: Demand, *, origin: Row[Any], begin: Begin) -> Row[Any]:
+        """A lost one runs again, from what `origin` kept of it; or an error and it is lost as before. `begin` writes
+        on record, with the deadline that it is given, that it is made anew."""
+        await self._reserve(row.id, demand)
+        async with self._at_work(row.id) as (creation, undo):
+            row = await begin(self._clock() + self._create_deadline)
+            return await self._make(row, origin=origin, creation=creation, undo=undo)
 
     async def finish_create(self, row: Row[Any], facts: SandboxFacts) -> None:
         """Bring a create to its end that an earlier server process began and whose sandbox runs on the node."""
         async with self._at_work(row.id) as (creation, undo):
             undo.push_async_exit(self._fail_unless_kept(row))
             undo.push_async_callback(self._remove_from_node, row)
-            undo.push_async_callback(self._forget_quietly, row.id)
+            undo.push_async_callback(self._forget_quietly, row)
             async with self._attaching(row) as attached:
                 await self._start(row, facts, attached=attached, creation=creation)
 
     async def fail_create(self, row: Row[Any], *, reason: str) -> None:
         """End a create that no process works on any more."""
         error = PlatformError("cannot create sandbox: it was not made", reason, code="node_unavailable")
-        await self._forget_quietly(row.id)
+        await self._forget_quietly(row)
         await self._remove_from_node(row)
         await self._record_failure(row, error)
         self._scheduler.release(row.id)
@@ -195,7 +197,9 @@ class Lifecycle:
             creation.abandon(reason)
             return
         async with self._database.write() as connection:
-            changed = await advance(connection, row, verb=Verb.LOSE, now=self._clock(), reason=reason)
+            now = self._clock()
+            told = {"reason": reason, "lost_at": now, "lost_reason": reason}
+            changed = await advance(connection, row, verb=Verb.LOSE, now=now, **told)
             if changed is None:
                 return
             await self._note(connection, changed, action="sandbox.lost", detail={"reason": reason})
@@ -209,7 +213,8 @@ class Lifecycle:
         """Tell the gateway that an ended sandbox has ended; the reconciler repeats it until it was heard."""
         lost = row.state == SandboxState.LOST.value
         try:
-            await self._gateway.detach(row.id, reason="lost" if lost else "stopped", text=row.reason)
+            reason = "lost" if lost else "stopped"
+            await self._gateway.detach(row.id, reason=reason, text=row.reason, generation=row.generation)
         except CpuosError as error:
             _log.warning("gateway not told of an end", sandbox=row.id, error=str(error))
             return
@@ -274,6 +279,20 @@ class Lifecycle:
             # What is known of the node is some seconds old: it may be back, or have got what was missing.
             await self._scheduler.refresh()
             return self._scheduler.reserve(sandbox_id, demand)
+
+    async def _make(
+        self, row: Row[Any], *, origin: Row[Any] | None, creation: Creation, undo: AsyncExitStack
+    ) -> Row[Any]:
+        """On its node, of which it has room from here on; a failure undoes it."""
+        self._scheduler.commit(row.id)
+        undo.push_async_exit(self._fail_unless_kept(row))
+        undo.push_async_callback(self._remove_from_node, row)
+        policy = await self._networks.effective(row)
+        undo.push_async_callback(self._forget_quietly, row)
+        async with self._attaching(row, starting_s=self._create_deadline.total_seconds()) as attached:
+            facts = await self._scheduler.client(row.node).create(node_request(row, policy, origin=origin))
+            missing = what_is_missing(facts, verb="began", memory=origin is not None and origin.memory)
+            return await self._start(row, facts, attached=attached, creation=creation, missing=missing)
 
     async def _insert(
         self,
@@ -358,12 +377,12 @@ class Lifecycle:
                 row,
                 verb=Verb.STARTED,
                 now=now,
-                reason=missing,
                 started_at=facts.started_at or now,
                 runtime=facts.runtime,
                 isolation=facts.isolation.value,
                 isolation_detail=facts.isolation_detail,
                 template_digest=facts.template_digest,
+                **{"reason": missing, **recreated(row, facts, now=now)},
             )
         if started is None:
             current = await self._reload(row)
@@ -383,7 +402,7 @@ class Lifecycle:
         if creation is not None:
             creation.abandon(row.reason)
         try:
-            await self._gateway.detach(row.id, reason="stopped", text=row.reason)
+            await self._gateway.detach(row.id, reason="stopped", text=row.reason, generation=row.generation)
             stage = "detached"
         except CpuosError as error:
             _log.warning("gateway not told of an end", sandbox=row.id, error=str(error))
@@ -416,16 +435,11 @@ class Lifecycle:
         if next_state(SandboxState(row.state), Verb.FAIL) is None:
             return
         reason = ": ".join(part for part in (error.what, error.why) if part)
+        verb, changes = Verb.FAIL, {"reason": reason, "gateway_stage": "forgotten"}
+        if row.lost_at is not None:
+            verb, changes = Verb.GIVE_UP, given_up(row, error)
         async with self._database.write() as connection:
-            await advance(
-                connection,
-                row,
-                verb=Verb.FAIL,
-                now=self._clock(),
-                reason=reason,
-                failure=error.body(),
-                gateway_stage="forgotten",
-            )
+            await advance(connection, row, verb=verb, now=self._clock(), failure=error.body(), **changes)
         _log.warning("sandbox failed", sandbox=row.id, reason=reason)
 
     async def _remove_from_node(self, row: Row[Any]) -> None:
@@ -435,12 +449,16 @@ class Lifecycle:
             # The reconciler removes what a node still has and no live record owns.
             _log.warning("node not cleaned", sandbox=row.id, error=str(error))
 
-    async def _forget_quietly(self, sandbox_id: str) -> None:
+    async def _forget_quietly(self, row: Row[Any]) -> None:
+        """It was not made. What is recorded of the commands of one that was lost stays."""
+        lost, text = row.lost_at is not None, "it was not made"
+        reason = "lost" if lost else "stopped"
         try:
-            await self._gateway.detach(sandbox_id, reason="stopped", text="it was not made")
-            await self._gateway.forget(sandbox_id)
+            await self._gateway.detach(row.id, reason=reason, text=text, generation=row.generation)
+            if not lost:
+                await self._gateway.forget(row.id)
         except CpuosError as error:
-            _log.warning("gateway not cleaned", sandbox=sandbox_id, error=str(error))
+            _log.warning("gateway not cleaned", sandbox=row.id, error=str(error))
 
     async def _set_gateway_stage(self, row: Row[Any], stage: str) -> None:
         async with self._database.write() as connection:

@@ -24,6 +24,8 @@ __all__ = ["Settlement", "failure_status", "kept_answer"]
 
 _log = structlog.get_logger("cpuos.server.settlement")
 _FORKS = frozenset({"sandbox.fork", "snapshot.fork"})
+# Those by which a record says which call it goes back to.
+_MAKES = frozenset({"sandbox.create", "sandbox.recreate"})
 
 
 class Settlement:
@@ -60,7 +62,7 @@ class Settlement:
             await self._settle_snapshot(connection, intent)
             return
         made = select(*SandboxRow.__table__.c).where(SandboxRow.intent == intent.id)
-        row = (await connection.execute(made)).one_or_none() if intent.action == "sandbox.create" else None
+        row = (await connection.execute(made)).one_or_none() if intent.action in _MAKES else None
         if row is None:
             detail = {"reason": "the server ended before it could say how this ended"}
             await self._audit.conclude(connection, intent, result=AuditResult.UNKNOWN, detail=detail)

@@ -29,12 +29,13 @@ from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.pausing import Pausing
 from cpuos.server.quotas import Quotas
 from cpuos.server.states import unusable
+from cpuos.server.tasks import Tasks
 from cpuos.types.network import NetworkPolicy
 from cpuos.types.node import SnapshotFacts
 from cpuos.types.sandbox import SandboxCreate, SandboxState
 from cpuos.types.snapshot import Fork, SnapshotCreate, SnapshotState
 
-__all__ = ["Snapshots", "wishes_of_fork"]
+__all__ = ["RESCUED_KEPT", "Snapshots", "wishes_of_fork"]
 
 _log = structlog.get_logger("cpuos.server.snapshots")
 _SHAPE = ("template", "cpu", "memory_mib", "disk_mib", "max_processes")
@@ -58,6 +59,7 @@ class Snapshots:
         lifecycle: Lifecycle,
         pausing: Pausing,
         quotas: Quotas,
+        tasks: Tasks,
         clock: Clock,
         node: str = "",
     ) -> None:
@@ -66,6 +68,7 @@ class Snapshots:
         self._lifecycle = lifecycle
         self._pausing = pausing
         self._quotas = quotas
+        self._tasks = tasks
         self._clock = clock
         self._node = node
         self._working: set[str] = set()
@@ -228,6 +231,9 @@ class Snapshots:
         The record says already that it is lost. What cannot be kept is not: then nothing of it is left, as is said.
         False: it may still be possible, and the node must not remove them yet.
         """
+        return await asyncio.shield(self._tasks.share(row.id, "rescue", self._rescue(row)))
+
+    async def _rescue(self, row: Row[Any]) -> bool:
         async with self._database.read() as connection:
             if await rescued_snapshot(connection, row) is not None:
                 return True
@@ -239,8 +245,8 @@ class Snapshots:
             except CpuosError as error:
                 _log.warning("files of a lost sandbox not kept", sandbox=row.id, error=str(error))
                 hopeless = isinstance(error, NotFound | CapacityExceeded)
-                return hopeless or self._clock() - row.changed_at > RESCUE_LIMIT
-            reason = f"kept when its sandbox was lost: {row.reason}"
+                return hopeless or self._clock() - (row.lost_at or row.changed_at) > RESCUE_LIMIT
+            reason = f"kept when its sandbox was lost: {row.lost_reason or row.reason}"
             values = {**_values(row, snapshot_id), "memory": False, "reason": reason, "size_bytes": facts.size_bytes}
             values |= {"created_by": SYSTEM, "created_at": self._clock(), "changed_at": self._clock()}
             async with self._database.write() as connection:

@@ -81,7 +81,7 @@ def unusable(ref: str, state: SandboxState, *, reason: str, action: str) -> Cpuo
     """Why an action that needs a running sandbox cannot be done in this state."""
     what = f"cannot {action}: sandbox {ref} is {state.value}"
     if state is SandboxState.LOST:
-        return SandboxGone(what, reason, code="sandbox_lost", hint=f"cpuos snapshots ls --sandbox {ref}")
+        return SandboxGone(what, reason, code="sandbox_lost", hint=f"cpuos recreate {ref}")
     if state in (SandboxState.STOPPING, SandboxState.STOPPED):
         return SandboxGone(what, reason, code="sandbox_stopped", hint="cpuos create")
     return Conflict(what, reason, hint=f"cpuos ls --all --json | grep {ref}", details={"state": state.value})

@@ -20,6 +20,7 @@ ACTIONS = (
     "sandbox.kill",
     "sandbox.expire",
     "sandbox.lost",
+    "sandbox.recreate",
     "sandbox.network",
     "sandbox.pause",
     "sandbox.resume",

@@ -12,6 +12,7 @@ from cpuos.types.base import Answer, Request
 from cpuos.types.network import NetworkPolicy
 
 __all__ = [
+    "HOST_RESTARTED",
     "LIVE_STATES",
     "SANDBOX_ID_PATTERN",
     "Access",
@@ -29,6 +30,8 @@ __all__ = [
 
 # Ids stand in host names after "{port}-", so lower case and digits only, under 63 characters with any port.
 SANDBOX_ID_PATTERN = r"^[a-z0-9]{20}$"
+# The reason of a loss after which only what was synced is surely there.
+HOST_RESTARTED = "the host restarted"
 # Names follow the host-name rule (RFC 1123): the guest's hostname is the sandbox's name.
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 Label = Annotated[str, StringConstraints(max_length=256)]

@@ -141,6 +141,10 @@ class AsyncGateway(AsyncConnection):
         self.sandbox_id = sandbox_id
         self.root = f"/v1/sandboxes/{sandbox_id}"
 
+    def take_ticket(self, ticket: Ticket) -> None:
+        """Use this one from now on."""
+        self._ticket = ticket
+
     async def websocket_target(self) -> tuple[str, Mapping[str, str]]:
         """Base URL and headers for a connection that is made elsewhere."""
         return await self._authorize(True)

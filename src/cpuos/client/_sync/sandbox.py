@@ -29,7 +29,15 @@ from cpuos.client._sync.shell import Shell
 from cpuos.client.network import Network, network_values
 from cpuos.client.result import Result
 from cpuos.errors import CpuosError, NotFound, SandboxGone
-from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxCreated, SandboxList, SandboxState, SandboxUpdate
+from cpuos.types.sandbox import (
+    Isolation,
+    Recreated,
+    SandboxCreate,
+    SandboxCreated,
+    SandboxList,
+    SandboxState,
+    SandboxUpdate,
+)
 from cpuos.types.sandbox import Sandbox as SandboxInfo
 from cpuos.types.snapshot import Fork, Forked, SnapshotCreate
 from cpuos.types.snapshot import Snapshot as SnapshotInfo
@@ -273,6 +281,23 @@ class Sandbox:
     def resume(self) -> None:
         """Let a paused sandbox go on where it was. A running one stays as it is; an error leaves it paused."""
         self._move("resume")
+
+    def recreate(self, *, idempotency_key: str | None = None) -> Recreated | None:
+        """Make it anew under its id after it was lost, from the files that were kept; its programs are gone.
+
+        What came back, and how old it is. A running one stays as it is: None, unless it was made anew before. Streams
+        and preview links of before are void. An error leaves it lost, and its files kept as they were.
+        """
+        answer = self._client.server.call(
+            "POST",
+            f"{_path(self.id)}/recreate",
+            headers={"idempotency-key": idempotency_key or new_key()},
+            read_timeout_s=_MOVE_S,
+        )
+        made = parse_answer(SandboxCreated, answer.body)
+        self._info = made.sandbox
+        self._gateway.take_ticket(make_ticket(made.access, answer))
+        return made.sandbox.recreated
 
     def snapshot(
         self,

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.server.db.models import PortRow
 
-__all__ = ["close_port", "list_ports", "port_of", "publish_port", "withdraw_port"]
+__all__ = ["close_port", "close_ports", "list_ports", "port_of", "publish_port", "withdraw_port"]
 
 _rows = PortRow.__table__
 
@@ -66,6 +66,12 @@ async def withdraw_port(
 async def close_port(connection: AsyncConnection, row: Row[Any], *, now: datetime) -> None:
     """If it was not published anew since `row` was read."""
     where = (_rows.c.sandbox == row.sandbox, _rows.c.port == row.port, _rows.c.epoch == row.epoch)
+    await connection.execute(update(_rows).where(*where).values(closed_at=now, public=False))
+
+
+async def close_ports(connection: AsyncConnection, sandbox_id: str, *, now: datetime) -> None:
+    """All of a sandbox: no token of before opens them again."""
+    where = (_rows.c.sandbox == sandbox_id, _rows.c.closed_at.is_(None))
     await connection.execute(update(_rows).where(*where).values(closed_at=now, public=False))
 
 

@@ -65,9 +65,9 @@ async def all_snapshots(connection: AsyncConnection) -> Sequence[Row[Any]]:
 
 
 async def rescued_snapshot(connection: AsyncConnection, row: Row[Any]) -> Row[Any] | None:
-    """What was kept of a sandbox when it was lost, as its record has it."""
+    """What was kept of a sandbox when it was lost, as its record has it; also after tries to make it anew."""
     mine = (_rows.c.sandbox == row.id, _rows.c.created_by == SYSTEM, _rows.c.state == SnapshotState.READY.value)
-    statement = select(*_rows.c).where(*mine, _rows.c.created_at >= row.changed_at)
+    statement = select(*_rows.c).where(*mine, _rows.c.created_at >= (row.lost_at or row.changed_at))
     return (await connection.execute(statement.order_by(_rows.c.created_at))).first()
 
 

@@ -21,7 +21,15 @@ from cpuos.types.sandbox import (
     SandboxUpdate,
 )
 
-__all__ = ["ReplayCreate", "create_sandbox", "delete_sandbox", "get_sandbox", "list_sandboxes", "update_sandbox"]
+__all__ = [
+    "ReplayCreate",
+    "create_sandbox",
+    "delete_sandbox",
+    "get_sandbox",
+    "list_sandboxes",
+    "recreate_sandbox",
+    "update_sandbox",
+]
 
 MAX_LISTED = 1000
 
@@ -82,6 +90,20 @@ async def delete_sandbox(ref: Ref, plane: Plane, call: Called) -> Sandbox:
     """Kill it, and answer when nothing of it is left. One that has ended already stays as it is."""
     row = await find(plane, call, ref)
     return sandbox_of(await plane.lifecycle.kill(row, reason=f"killed by {call.actor.shown}"))
+
+
+async def recreate_sandbox(ref: Ref, plane: Plane, call: Called) -> SandboxCreated:
+    """Make a lost sandbox anew under its id, as its next generation; answer when it runs and its agent has answered.
+
+    `recreated` says what of its files came back, and how old that is; its programs did not. Tickets, preview links and
+    published ports of before are void. A failure leaves it lost, its files kept as they were. A running one stays as it
+    is.
+    """
+    row = await find(plane, call, ref)
+    intent = call.intent.id if call.intent else None
+    row = await plane.recreating.recreate(row, intent=intent, begun=call.begin)
+    call.detail |= {"generation": row.generation, "recreated": row.recreated}
+    return SandboxCreated(sandbox=sandbox_of(row), access=plane.access(row, actor=call.actor.id))
 
 
 class ReplayCreate:

@@ -21,6 +21,7 @@ from cpuos.server.routes.sandboxes import (
     delete_sandbox,
     get_sandbox,
     list_sandboxes,
+    recreate_sandbox,
     update_sandbox,
 )
 from cpuos.server.routes.snapshots import (
@@ -56,6 +57,7 @@ ROUTES: tuple[Route, ...] = (
     Route(method="DELETE", path="/v1/sandboxes/{ref}",        handler=delete_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.kill"),
     Route(method="POST",   path="/v1/sandboxes/{ref}/pause",  handler=pause_sandbox,  permission=P.SANDBOXES_WRITE,  audit="sandbox.pause"),
     Route(method="POST",   path="/v1/sandboxes/{ref}/resume", handler=resume_sandbox, permission=P.SANDBOXES_WRITE,  audit="sandbox.resume"),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/recreate", handler=recreate_sandbox, permission=P.SANDBOXES_WRITE, audit="sandbox.recreate", status=201, replay=ReplayCreate()),
     Route(method="POST",   path="/v1/sandboxes/{ref}/snapshots", handler=create_snapshot, permission=P.SANDBOXES_WRITE, audit="sandbox.snapshot", status=201, replay=ReplaySnapshot()),
     Route(method="POST",   path="/v1/sandboxes/{ref}/fork",   handler=fork_sandbox,   permission=P.SANDBOXES_WRITE,  audit="sandbox.fork", status=201, replay=ReplayFork()),
     Route(method="POST",   path="/v1/sandboxes/{ref}/access", handler=create_access,  permission=P.SANDBOXES_ACCESS, audit="access.create"),
