@@ -51,8 +51,11 @@ def create(
         typer.Option("--allow", help="Reach only this: *.example.com, 1.2.3.0/24:443; may be repeated."),
     ] = None,
     deny: Annotated[list[str] | None, typer.Option("--deny", help="Never reach this; may be repeated.")] = None,
-    runtime: Annotated[str | None, typer.Option(help="gvisor, or auto (default).")] = None,
+    runtime: Annotated[str | None, typer.Option(help="gvisor, microvm, or auto (default): the strongest.")] = None,
     min_isolation: Annotated[str | None, typer.Option(help="Refuse less than: microvm, gvisor, emulated.")] = None,
+    allow_emulated: Annotated[
+        bool, typer.Option("--allow-emulated", help="Take a microVM without hardware that runs it: for development.")
+    ] = False,
     idempotency_key: Annotated[str | None, typer.Option(help="A repeat with this key gives the same sandbox.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -81,6 +84,7 @@ def create(
         "network": read_network(network, allow=allow, deny=deny, command="cpuos create"),
         "runtime": runtime,
         "min_isolation": min_isolation,
+        "allow_emulated": allow_emulated or None,
         "idempotency_key": idempotency_key,
     }
     given = {key: value for key, value in wishes.items() if value is not None and value != {}}

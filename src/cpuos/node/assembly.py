@@ -16,7 +16,7 @@ from cpuos.node.journal import Record
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.steps import Step
-from cpuos.runtimes.base import Process, Runtime, SandboxSpec
+from cpuos.runtimes.base import Capability, Process, Runtime, SandboxSpec
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
@@ -66,6 +66,7 @@ class Assembly:
             netns=self.slots.path(record.id),
             agent=self._workdirs / record.id / AGENT,
             node_public_key=self._node_public_key,
+            own_kernel=self._has_own_kernel(request.runtime),
         )
 
     def part_steps(
@@ -75,13 +76,16 @@ class Assembly:
         `warm`: with its processes."""
 
         async def make_disk() -> None:
-            if image is None:
+            if spec.own_kernel:
+                saved = None if image is None else image / DISK
+                await self.disks.hand_over(spec.id, size_mib=spec.disk_mib, image=saved)
+            elif image is None:
                 await self.disks.create(spec.id, size_mib=spec.disk_mib)
             else:
                 await self.disks.create_from(spec.id, image=image / DISK, size_mib=spec.disk_mib)
 
         async def take_slot() -> None:
-            await self.slots.take(spec.id, network)
+            await self.slots.take(spec.id, network, tap=spec.own_kernel)
 
         return [
             Step(
@@ -172,6 +176,10 @@ class Assembly:
     def keep_agent(self, sandbox_id: str, *, to: Path) -> None:
         """Put the agent of this sandbox, which its processes' memory is tied to, into a new folder."""
         _link_agent(self._workdirs / sandbox_id / AGENT, to=to)
+
+    def _has_own_kernel(self, name: str) -> bool:
+        runtime = self._runtimes.find(name)
+        return runtime is not None and Capability.OWN_KERNEL in runtime.capabilities
 
     async def _make_workdir(self, sandbox_id: str, *, agent: Path) -> None:
         folder = self._workdirs / sandbox_id

@@ -117,7 +117,7 @@ def host_parts(settings: Settings) -> NodeParts:
         on_oom=GatewayNews(settings.gateway_socket).tell_killed,
     )
     return NodeParts(
-        runtimes=load_runtimes(runtime_host, names=[settings.runtime]),
+        runtimes=load_runtimes(runtime_host, names=_runtime_names(settings)),
         disks=DiskStore(
             settings.node_state_dir / "disks",
             stock=settings.node_state_dir / "disk-stock",
@@ -128,6 +128,12 @@ def host_parts(settings: Settings) -> NodeParts:
 
 
 def _network_config(settings: Settings) -> NetworkConfig:
+def _runtime_names(settings: Settings) -> list[str]:
+    """That of the settings, and microVMs where set-up has prepared them: placement takes the strongest that works."""
+    prepared = settings.runtime == "gvisor" and (settings.microvm_dir / "manifest.json").exists()
+    return [settings.runtime, *(["microvm"] if prepared else [])]
+
+
     return NetworkConfig(
         folder=settings.run_dir / "netns",
         instance_id=settings.instance_id,
@@ -135,7 +141,8 @@ def _network_config(settings: Settings) -> NetworkConfig:
         uplink=settings.network_uplink,
         exceptions=tuple(settings.network_exceptions),
         dns_servers=tuple(settings.dns_servers),
-        pool=settings.network_pool,
+        pool=settings.network_pool if settings.runtime != "microvm" else 0,
+        tap_pool=min(2, settings.network_pool) if "microvm" in _runtime_names(settings) else 0,
         max_sandboxes=settings.max_sandboxes,
         state_dir=settings.network_state_dir,
         socket_path=settings.network_socket,

@@ -74,14 +74,20 @@ class Slots(Protocol):
 
     async def start(self) -> None:
         """Make what slots have in common, or take over what an earlier daemon made. Comes before all else."""
+    async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
+        """As `create` and `create_from`, for a guest with a kernel of its own: its folder has the images `image` and
+        `root.image`, which the host does not mount, now or later."""
+        ...
+
         ...
 
     async def close(self) -> None:
         """Let go: slots in use stay as they are, for a later `readopt`. Not started is fine."""
         ...
 
-    async def take(self, sandbox_id: str, policy: EffectivePolicy) -> Path:
-        """A slot with its bare namespace armed and this policy in force; the path of that namespace."""
+    async def take(self, sandbox_id: str, policy: EffectivePolicy, *, tap: bool = False) -> Path:
+        """A slot with its bare namespace armed and this policy in force; the path of that namespace. With `tap` the
+        router's namespace, in which the device `lan` waits for whoever opens it."""
         ...
 
     async def update(self, sandbox_id: str, policy: EffectivePolicy) -> None:

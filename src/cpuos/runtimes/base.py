@@ -71,6 +71,8 @@ class SandboxSpec:
     """Folder with the static guest agent `cpuos-agent`, given to the guest read only."""
     node_public_key: bytes
     """Raw Ed25519 key (32 bytes): all that the guest ever holds."""
+    own_kernel: bool = False
+    """Capability.OWN_KERNEL: disk and network are of that kind."""
 
 
 @dataclass(frozen=True, kw_only=True)

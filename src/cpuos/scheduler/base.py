@@ -24,6 +24,8 @@ class Demand:
     cpu: int
     memory_mib: int
     disk_mib: int
+    allow_emulated: bool = False
+    """Whether a microVM will do that is only emulated."""
     node: str | None = None
     """Only there: what it begins with lies on that node."""
 
@@ -87,6 +89,8 @@ class CapacityRules:
 @dataclass(frozen=True, kw_only=True)
 class NodeView:
     """A node as placement sees it: its last facts, and what is reserved on it."""
+    allow_emulated: bool = False
+    """For every demand, whether it says so or not."""
 
     facts: NodeFacts
     total: Capacity

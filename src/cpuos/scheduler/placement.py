@@ -101,7 +101,8 @@ def _choose_runtime(facts: NodeFacts, demand: Demand) -> RuntimeFacts:
         )
     asked = [runtime for runtime in facts.runtimes if demand.runtime in ("auto", runtime.name)]
     available = [runtime for runtime in asked if runtime.available]
-    strongest = max(available, key=lambda runtime: _STRENGTH[runtime.isolation], default=None)
+    allowed = [one for one in available if demand.allow_emulated or one.isolation is not Isolation.EMULATED]
+    strongest = max(allowed, key=lambda runtime: _STRENGTH[runtime.isolation], default=None)
     wanted = demand.min_isolation
     if strongest is None:
         reasons = "; ".join(f"{runtime.name}: {runtime.reason or 'not available'}" for runtime in asked)

@@ -123,6 +123,7 @@ def _options(settings: Settings) -> ServerOptions:
         workspace_templates_mib=settings.workspace_templates_mib,
         capacity=CapacityRules(
             cpu_overcommit=settings.cpu_overcommit,
+            allow_emulated=settings.allow_emulated,
             memory_reserve_mib=settings.memory_reserve_mib,
             disk_reserve_mib=settings.disk_reserve_mib,
         ),

@@ -38,6 +38,7 @@ def demand_of_request(request: SandboxCreate, template: str, *, origin: Row[Any]
         template=template,
         runtime=request.runtime if origin is None else origin.runtime,
         min_isolation=request.min_isolation,
+        allow_emulated=request.allow_emulated,
         cpu=request.cpu,
         memory_mib=request.memory_mib,
         disk_mib=request.disk_mib,

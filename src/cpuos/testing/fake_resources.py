@@ -62,6 +62,12 @@ class FakeDisks:
         return self.path(sandbox_id)
 
     async def remove(self, sandbox_id: str) -> None:
+    async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
+        for name in ("image", "root.image"):
+            self.path(sandbox_id).mkdir(parents=True, exist_ok=True)
+            (self.path(sandbox_id) / name).touch()
+        return self.path(sandbox_id)
+
         await asyncio.to_thread(shutil.rmtree, self.path(sandbox_id), ignore_errors=True)
 
     async def used_bytes(self, sandbox_id: str) -> int:
@@ -94,7 +100,7 @@ class FakeSlots:
     async def close(self) -> None:
         return
 
-    async def take(self, sandbox_id: str, policy: EffectivePolicy) -> Path:
+    async def take(self, sandbox_id: str, policy: EffectivePolicy, *, tap: bool = False) -> Path:
         self.policies[sandbox_id] = policy
         self.path(sandbox_id).mkdir(exist_ok=True)
         self.path(sandbox_id).chmod(0o711)

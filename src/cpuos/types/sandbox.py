@@ -104,6 +104,9 @@ class SandboxCreate(Request):
     name: Name | None = None
     runtime: str = "auto"
     min_isolation: Isolation | None = None
+    """Refuse less than this."""
+    allow_emulated: bool = False
+    """Take a microVM that is only emulated, where the host has no better: for development."""
     cpu: int = Field(2, ge=1, le=64)
     memory_mib: int = Field(2048, ge=128, le=1 << 20)
     disk_mib: int = Field(8192, ge=64, le=1 << 22)

@@ -4,6 +4,7 @@
     disks/<id>/image         sparse ext4 image, mounted on
     disks/<id>/workspace/    (root of that file system, owner 1000:1000)
     disks/<id>/overlay/      root 0700: gVisor keeps its unlinked filestore here
+    disks/<id>/root.image    instead, where the guest has a kernel of its own: nothing is mounted then (handed.py)
 
 A new disk is taken from the stock, where that has one of its size (stock.py).
 Workspace and root layer each hold the sandbox's disk size. They do not share one file system on purpose: see
@@ -35,6 +36,7 @@ from cpuos.node.storage.folders import (
 )
 from cpuos.node.storage.geometry import geometry_for
 from cpuos.node.storage.image import MKFS, hold_blocks, make_image, read_identity
+from cpuos.node.storage.handed import ROOT_IMAGE, make_handed, taken_bytes
 from cpuos.node.storage.loop import loops_below
 from cpuos.node.storage.room import promised
 from cpuos.node.storage.stock import DiskStock, Stocked
@@ -104,6 +106,19 @@ class DiskStore:
         return await self.attach(sandbox_id)
 
     async def copy(self, sandbox_id: str, *, to: Path) -> None:
+    async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
+        """Make the disk for a guest's own kernel, with the files of the copy `image` where there is one. It is never
+        mounted here. One that is there stays."""
+        folder = self.path(sandbox_id)
+        try:
+            if not (folder / "disk.json").exists():
+                await make_handed(folder, size_mib=size_mib, image=image)
+                identity = await asyncio.to_thread(read_identity, folder / ROOT_IMAGE)
+                _write_record(folder, size_mib=size_mib, identity=identity, written_by="guest")
+        except OSError as problem:
+            raise _failure("create", sandbox_id, problem) from problem
+        return folder
+
         """Copy its image at one moment; mounted or not. A file beside it (.json) says who wrote its blocks. After a
         failure nothing is at `to`."""
         await run_whole(asyncio.to_thread(self._copy, sandbox_id, to=to))
@@ -114,6 +129,8 @@ class DiskStore:
 
     async def unpark(self, sandbox_id: str) -> Path:
         return await self.attach(sandbox_id)
+        if self._is_handed(sandbox_id):
+            return self.path(sandbox_id)
 
     async def sync(self, sandbox_id: str) -> None:
         """All that was written to it is on the volume when this returns."""
@@ -139,11 +156,23 @@ class DiskStore:
         """Bytes that /workspace takes in its image."""
         try:
             facts = await asyncio.to_thread(self._measure, sandbox_id)
+            if self._is_handed(sandbox_id):
+                return await asyncio.to_thread(taken_bytes, self.path(sandbox_id))
         except OSError as problem:
             raise NotFound(f"cannot read the disk of sandbox {sandbox_id}", str(problem)) from problem
         return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 
     async def promised_bytes(self) -> int:
+    async def room(self, sandbox_id: str) -> DiskRoom:
+        """What /workspace can still take."""
+        if self._is_handed(sandbox_id):  # nobody here knows: it is never called full
+            return DiskRoom(free_bytes=1 << 62, free_inodes=1 << 62, inodes=1 << 62)
+        try:
+            facts = await asyncio.to_thread(self._measure, sandbox_id)
+        except OSError as problem:
+            raise NotFound(f"cannot read the disk of sandbox {sandbox_id}", str(problem)) from problem
+        return DiskRoom(free_bytes=facts.f_bavail * facts.f_frsize, free_inodes=facts.f_favail, inodes=facts.f_files)
+
         """What all disks may still take of the volume: they are sparse."""
         return await asyncio.to_thread(promised, self._folder)
 
@@ -152,6 +181,9 @@ class DiskStore:
         return await asyncio.to_thread(self._leftovers)
 
     def _measure(self, sandbox_id: str) -> os.statvfs_result:
+    def _is_handed(self, sandbox_id: str) -> bool:
+        return (self.path(sandbox_id) / ROOT_IMAGE).exists()
+
         folder = self.path(sandbox_id)
         if not is_mounted(folder):
             raise OSError(errno.ENODEV, "it is not mounted")

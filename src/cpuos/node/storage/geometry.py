@@ -20,12 +20,12 @@ class Geometry:
     bytes_per_inode: int
     journal_mib: int
 
-    def mkfs_arguments(self) -> list[str]:
+    def mkfs_arguments(self, *, owner: int = 1000) -> list[str]:
         """Arguments of mkfs.ext4 for an image of this geometry; lazy tables make it a matter of milliseconds."""
         return [
             *("-q", "-F", "-m", "0", "-b", "4096", "-I", str(_INODE_BYTES), "-i", str(self.bytes_per_inode)),
             *("-J", f"size={self.journal_mib}", "-O", "^resize_inode"),
-            *("-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner=1000:1000"),
+            *("-E", f"lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner={owner}:{owner}"),
         ]
 
 

@@ -17,11 +17,12 @@ MKFS = "/usr/sbin/mkfs.ext4"
 _IDLY = ("/usr/bin/chrt", "--idle", "0", "/usr/bin/ionice", "--class", "3")
 
 
-async def make_image(path: Path, *, size_mib: int, identity: str, idly: bool = False) -> None:
-    """Make it anew at `path`, for `size_mib` of files. Raises OSError; what is there then is of no use."""
+async def make_image(path: Path, *, size_mib: int, identity: str, idly: bool = False, owner: int = 1000) -> None:
+    """Make it anew at `path`, for `size_mib` of files, its top folder the owner's. Raises OSError; what is there then
+    is of no use."""
     geometry = geometry_for(size_mib)
     await asyncio.to_thread(_make_sparse, path, size=geometry.image_mib << 20)
-    command = [*(_IDLY if idly else ()), MKFS, "-U", identity, *geometry.mkfs_arguments(), str(path)]
+    command = [*(_IDLY if idly else ()), MKFS, "-U", identity, *geometry.mkfs_arguments(owner=owner), str(path)]
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
