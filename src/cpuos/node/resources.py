@@ -3,13 +3,23 @@ them away last; both find what they made again by the sandbox's id alone."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from cpuos.runtimes.base import GuestLink
 from cpuos.types.network import EffectivePolicy
 
-__all__ = ["Disks", "Slots"]
+__all__ = ["DiskRoom", "Disks", "Slots"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskRoom:
+    """What /workspace can still take."""
+
+    free_bytes: int
+    free_inodes: int
+    inodes: int
 
 
 class Disks(Protocol):
@@ -32,6 +42,10 @@ class Disks(Protocol):
         ...
 
     async def used_bytes(self, sandbox_id: str) -> int: ...
+
+    async def room(self, sandbox_id: str) -> DiskRoom:
+        """Of one that is mounted."""
+        ...
 
     async def promised_bytes(self) -> int:
         """What all disks may still take of the volume: they are sparse."""
@@ -60,6 +74,11 @@ class Disks(Protocol):
         """As `create`, with the content of a copy of a disk of this size."""
         ...
 
+    async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
+        """As `create` and `create_from`, for a guest with a kernel of its own: its folder has the images `image` and
+        `root.image`, which the host does not mount, now or later."""
+        ...
+
     async def remove(self, sandbox_id: str) -> None:
         """Unmount and remove it and all that `create` made."""
         ...
@@ -74,11 +93,6 @@ class Slots(Protocol):
 
     async def start(self) -> None:
         """Make what slots have in common, or take over what an earlier daemon made. Comes before all else."""
-    async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
-        """As `create` and `create_from`, for a guest with a kernel of its own: its folder has the images `image` and
-        `root.image`, which the host does not mount, now or later."""
-        ...
-
         ...
 
     async def close(self) -> None:

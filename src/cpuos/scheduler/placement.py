@@ -104,6 +104,13 @@ def _choose_runtime(facts: NodeFacts, demand: Demand) -> RuntimeFacts:
     allowed = [one for one in available if demand.allow_emulated or one.isolation is not Isolation.EMULATED]
     strongest = max(allowed, key=lambda runtime: _STRENGTH[runtime.isolation], default=None)
     wanted = demand.min_isolation
+    if strongest is None and available:
+        raise SetupRequired(
+            f"cannot create sandbox: runtime {available[0].name!r} on {facts.node} is only emulated",
+            f"{available[0].detail}: slow, and nobody has built it to keep guests in; it must be asked for",
+            code="runtime_unavailable",
+            hint="cpuos create --runtime microvm --allow-emulated",
+        )
     if strongest is None:
         reasons = "; ".join(f"{runtime.name}: {runtime.reason or 'not available'}" for runtime in asked)
         raise _no_runtime(f"runtime {demand.runtime!r} is not available on {facts.node}", reasons or "it has none")

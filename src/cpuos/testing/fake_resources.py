@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from cpuos.errors import NotFound, PlatformError
+from cpuos.node.resources import DiskRoom
 from cpuos.runtimes.base import GuestLink
 from cpuos.types.network import EffectivePolicy
 
@@ -61,18 +62,21 @@ class FakeDisks:
         await asyncio.to_thread(_copy, image, workspace)
         return self.path(sandbox_id)
 
-    async def remove(self, sandbox_id: str) -> None:
     async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
         for name in ("image", "root.image"):
             self.path(sandbox_id).mkdir(parents=True, exist_ok=True)
             (self.path(sandbox_id) / name).touch()
         return self.path(sandbox_id)
 
+    async def remove(self, sandbox_id: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self.path(sandbox_id), ignore_errors=True)
 
     async def used_bytes(self, sandbox_id: str) -> int:
         files = self.path(sandbox_id).rglob("*")
         return sum(path.lstat().st_size for path in files)
+
+    async def room(self, sandbox_id: str) -> DiskRoom:
+        return DiskRoom(free_bytes=1 << 40, free_inodes=1 << 20, inodes=1 << 20)
 
     async def promised_bytes(self) -> int:
         return 0

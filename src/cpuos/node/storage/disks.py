@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cpuos.errors import CapacityExceeded, CpuosError, NotFound, PlatformError, SetupRequired
+from cpuos.node.resources import DiskRoom
 from cpuos.node.steps import run_whole
 from cpuos.node.storage.copying import copy_image, frozen, sync_all, thaw
 from cpuos.node.storage.folders import (
@@ -35,8 +36,8 @@ from cpuos.node.storage.folders import (
     wait_released,
 )
 from cpuos.node.storage.geometry import geometry_for
-from cpuos.node.storage.image import MKFS, hold_blocks, make_image, read_identity
 from cpuos.node.storage.handed import ROOT_IMAGE, make_handed, taken_bytes
+from cpuos.node.storage.image import MKFS, hold_blocks, make_image, read_identity
 from cpuos.node.storage.loop import loops_below
 from cpuos.node.storage.room import promised
 from cpuos.node.storage.stock import DiskStock, Stocked
@@ -105,7 +106,6 @@ class DiskStore:
                 raise _failure("create", sandbox_id, problem) from problem
         return await self.attach(sandbox_id)
 
-    async def copy(self, sandbox_id: str, *, to: Path) -> None:
     async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
         """Make the disk for a guest's own kernel, with the files of the copy `image` where there is one. It is never
         mounted here. One that is there stays."""
@@ -119,6 +119,7 @@ class DiskStore:
             raise _failure("create", sandbox_id, problem) from problem
         return folder
 
+    async def copy(self, sandbox_id: str, *, to: Path) -> None:
         """Copy its image at one moment; mounted or not. A file beside it (.json) says who wrote its blocks. After a
         failure nothing is at `to`."""
         await run_whole(asyncio.to_thread(self._copy, sandbox_id, to=to))
@@ -128,9 +129,9 @@ class DiskStore:
         await asyncio.to_thread(self._park, sandbox_id)
 
     async def unpark(self, sandbox_id: str) -> Path:
-        return await self.attach(sandbox_id)
         if self._is_handed(sandbox_id):
             return self.path(sandbox_id)
+        return await self.attach(sandbox_id)
 
     async def sync(self, sandbox_id: str) -> None:
         """All that was written to it is on the volume when this returns."""
@@ -153,16 +154,15 @@ class DiskStore:
         await asyncio.to_thread(self._remove, sandbox_id)
 
     async def used_bytes(self, sandbox_id: str) -> int:
-        """Bytes that /workspace takes in its image."""
+        """Bytes that /workspace takes in its image; those that images take which a guest's kernel writes."""
         try:
-            facts = await asyncio.to_thread(self._measure, sandbox_id)
             if self._is_handed(sandbox_id):
                 return await asyncio.to_thread(taken_bytes, self.path(sandbox_id))
+            facts = await asyncio.to_thread(self._measure, sandbox_id)
         except OSError as problem:
             raise NotFound(f"cannot read the disk of sandbox {sandbox_id}", str(problem)) from problem
         return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 
-    async def promised_bytes(self) -> int:
     async def room(self, sandbox_id: str) -> DiskRoom:
         """What /workspace can still take."""
         if self._is_handed(sandbox_id):  # nobody here knows: it is never called full
@@ -173,6 +173,7 @@ class DiskStore:
             raise NotFound(f"cannot read the disk of sandbox {sandbox_id}", str(problem)) from problem
         return DiskRoom(free_bytes=facts.f_bavail * facts.f_frsize, free_inodes=facts.f_favail, inodes=facts.f_files)
 
+    async def promised_bytes(self) -> int:
         """What all disks may still take of the volume: they are sparse."""
         return await asyncio.to_thread(promised, self._folder)
 
@@ -180,10 +181,10 @@ class DiskStore:
         """Ids of all sandboxes that have a disk folder or a loop device here."""
         return await asyncio.to_thread(self._leftovers)
 
-    def _measure(self, sandbox_id: str) -> os.statvfs_result:
     def _is_handed(self, sandbox_id: str) -> bool:
         return (self.path(sandbox_id) / ROOT_IMAGE).exists()
 
+    def _measure(self, sandbox_id: str) -> os.statvfs_result:
         folder = self.path(sandbox_id)
         if not is_mounted(folder):
             raise OSError(errno.ENODEV, "it is not mounted")
