@@ -127,13 +127,13 @@ def host_parts(settings: Settings) -> NodeParts:
     )
 
 
-def _network_config(settings: Settings) -> NetworkConfig:
 def _runtime_names(settings: Settings) -> list[str]:
     """That of the settings, and microVMs where set-up has prepared them: placement takes the strongest that works."""
     prepared = settings.runtime == "gvisor" and (settings.microvm_dir / "manifest.json").exists()
     return [settings.runtime, *(["microvm"] if prepared else [])]
 
 
+def _network_config(settings: Settings) -> NetworkConfig:
     return NetworkConfig(
         folder=settings.run_dir / "netns",
         instance_id=settings.instance_id,

@@ -84,13 +84,13 @@ class CapacityRules:
     cpu_overcommit: float = 8.0
     memory_reserve_mib: int = 0
     disk_reserve_mib: int = 0
+    allow_emulated: bool = False
+    """For every demand, whether it says so or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeView:
     """A node as placement sees it: its last facts, and what is reserved on it."""
-    allow_emulated: bool = False
-    """For every demand, whether it says so or not."""
 
     facts: NodeFacts
     total: Capacity

@@ -54,12 +54,12 @@ class LocalScheduler:
                 code="node_unavailable",
                 hint="cpuos status",
             )
+        demand = replace(demand, allow_emulated=demand.allow_emulated or self._rules.allow_emulated)
         placement = place(self.nodes(), demand)
         amount = Capacity.of(demand)
         self._reservations[sandbox_id] = _Reservation(node=placement.node, amount=amount, committed=False)
         self._reserved = self._reserved.plus(amount)
         return placement
-        demand = replace(demand, allow_emulated=demand.allow_emulated or self._rules.allow_emulated)
 
     def commit(self, sandbox_id: str) -> None:
         self._reservations[sandbox_id] = replace(self._reservations[sandbox_id], committed=True)

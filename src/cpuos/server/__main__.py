@@ -122,8 +122,8 @@ def _options(settings: Settings) -> ServerOptions:
         template_max_mib=settings.template_max_mib,
         workspace_templates_mib=settings.workspace_templates_mib,
         capacity=CapacityRules(
-            cpu_overcommit=settings.cpu_overcommit,
             allow_emulated=settings.allow_emulated,
+            cpu_overcommit=settings.cpu_overcommit,
             memory_reserve_mib=settings.memory_reserve_mib,
             disk_reserve_mib=settings.disk_reserve_mib,
         ),

@@ -99,8 +99,8 @@ class AsyncSandbox:
         network: str | Network | None = None,
         runtime: str | None = None,
         min_isolation: str | Isolation | None = None,
-        idempotency_key: str | None = None,
         allow_emulated: bool | None = None,
+        idempotency_key: str | None = None,
         client: AsyncClient | None = None,
     ) -> AsyncSandbox:
         """A running sandbox. Values not given are the server's defaults; sizes are texts such as "2GiB" or MiB.
@@ -131,8 +131,8 @@ class AsyncSandbox:
             "network": None if network is None else network_values(network),
             "runtime": runtime,
             "min_isolation": min_isolation,
-        }
             "allow_emulated": allow_emulated,
+        }
         values = {field: value for field, value in values.items() if value is not None}
         body = make_request(SandboxCreate, values, doing="create sandbox")
         used = client or AsyncClient()
