@@ -306,7 +306,7 @@ class Lifecycle:
         intent: int | None,
     ) -> Row[Any]:
         now = self._clock()
-        asked = request.model_dump(exclude={"runtime", "min_isolation"})
+        asked = request.model_dump(exclude={"runtime", "min_isolation", "allow_emulated"})
         values = {
             **asked,
             "network": request.network.model_dump(mode="json"),

@@ -153,6 +153,7 @@ def _demand(row: Row[Any]) -> Demand:
         template=row.image or row.template,
         runtime=row.runtime,
         min_isolation=None,
+        allow_emulated=row.isolation == "emulated",
         cpu=row.cpu,
         memory_mib=row.memory_mib,
         disk_mib=row.disk_mib,
