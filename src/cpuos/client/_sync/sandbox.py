@@ -100,6 +100,7 @@ class Sandbox:
         network: str | Network | None = None,
         runtime: str | None = None,
         min_isolation: str | Isolation | None = None,
+        allow_emulated: bool | None = None,
         idempotency_key: str | None = None,
         client: Client | None = None,
     ) -> Sandbox:
@@ -109,8 +110,9 @@ class Sandbox:
         `timeout` is the session length: when it ends the sandbox is killed, or paused with `on_timeout="pause"`. After
         `idle_timeout` without a command, job, terminal, watch, transfer or preview connection it is paused, or killed
         with `on_idle="kill"`; the next call resumes it, unless `auto_resume=False`. `network` is what it may reach:
-        "internet" (the default), "off" or a `Network`. The same `idempotency_key` again gives
-        the same sandbox. Interrupted in the middle, it kills what was being made.
+        "internet" (the default), "off" or a `Network`. `runtime="auto"` is the strongest that works on the host;
+        `min_isolation` refuses less, and a microVM that is only emulated is taken with `allow_emulated=True` alone. The
+        same `idempotency_key` again gives the same sandbox. Interrupted in the middle, it kills what was being made.
         """
         values: dict[str, Any] = {
             "template": template if template is not None or snapshot is not None else "python",
@@ -130,6 +132,7 @@ class Sandbox:
             "network": None if network is None else network_values(network),
             "runtime": runtime,
             "min_isolation": min_isolation,
+            "allow_emulated": allow_emulated,
         }
         values = {field: value for field, value in values.items() if value is not None}
         body = make_request(SandboxCreate, values, doing="create sandbox")
