@@ -375,7 +375,9 @@ class FakeGateway:
             self.called.append(sandbox_id)
             self._wake_news.notify_all()
 
-    async def detach(self, sandbox_id: str, *, reason: str, text: str, generation: int) -> None:
+    async def detach(
+        self, sandbox_id: str, *, reason: str, text: str, generation: int, session_s: float | None = None
+    ) -> None:
         self._demand_reachable()
         if generation < self.attached.get(sandbox_id, 0):
             return

@@ -93,6 +93,7 @@ def describe_result(result: Result) -> dict[str, Any]:
         "exit_code",
         "signal",
         "reason",
+        "limit_reached",
         "stdout",
         "stderr",
         "duration_s",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from cpuos.client._output import Kept, decode_kept
 from cpuos.errors import CommandFailed, CpuosError, PlatformError, SandboxGone
 from cpuos.types.command import Command, CommandStatus
+from cpuos.types.limits import ReachedLimit
 from cpuos.types.network import RefusedConnection
 
 __all__ = ["Result", "make_result", "raise_platform_failure"]
@@ -41,6 +42,8 @@ class Result:
     """What the sandbox was refused while the command ran, in words. None: not known, or not looked for, as with
     commands that exit with code 0 within 50 ms."""
     limit: str | None = None
+    limit_reached: ReachedLimit | None = None
+    """The limit that says most about its end, with what can be done about it; also of a command that exited."""
     reason: str = ""
     shell_restarted: bool = False
     """Only of `Shell.run`: what this run changed in the shell could not be read back and is lost."""
@@ -84,6 +87,7 @@ def make_result(command: Command, *, stdout: Kept, stderr: Kept) -> Result:
         output_path=command.output_path,
         refused_connections=command.refused_connections,
         limit=command.limit,
+        limit_reached=command.limit_reached,
         reason=command.reason,
     )
 

@@ -52,6 +52,7 @@ async def _serve(settings: Settings) -> None:
             settings.gateway_state_dir,
             public_key=settings.server_public_key,
             dialler=dialler,
+            limit_reader=dialler,
             records_socket=settings.records_socket,
             spool_limits=spool_limits,
             preview_domain=settings.preview_domain,

@@ -16,22 +16,24 @@ from typing import Any
 
 import structlog
 
-from cpuos.errors import AgentFailure, CpuosError, NotFound
+from cpuos.errors import AgentFailure, CpuosError, InvalidRequest, NotFound
 from cpuos.gateway.agent.answers import Ended, Started, StdinTaken, read_answer
 from cpuos.gateway.agent.client import AgentClient
 from cpuos.gateway.agent.connection import AgentConnection, agent_unresponsive
 from cpuos.gateway.agent.http import agent_invalid
 from cpuos.gateway.ending import SIGKILL, CommandEnding
 from cpuos.gateway.journal import Journal
+from cpuos.gateway.reached import LimitReader, ReachedLimits
 from cpuos.gateway.records import RecordedCommand, StreamName
 from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.stdin import StdinPipe
 from cpuos.gateway.store import CommandStore
 from cpuos.gateway.trust import StreamTrust
-from cpuos.types.command import CommandStatus
+from cpuos.types.command import CommandStart, CommandStatus
 from cpuos.types.frames import FrameKind, encode_frame
+from cpuos.types.limits import ReachedLimit
 
-__all__ = ["CommandRun"]
+__all__ = ["CommandRun", "start_body"]
 
 ACK_EVERY_BYTES = 512 << 10
 """Half of what the agent holds: it goes on while this half is on its way."""
@@ -42,6 +44,7 @@ SILENCE_LIMIT_S = 20.0
 TIMEOUT_GRACE_S = 5.0
 """The agent keeps a command's time limit; so much later the gateway steps in."""
 START_ATTEMPTS = 3
+MAX_START_BYTES = 2 << 20
 KILL_ANSWER_S = 10.0
 KILL_END_S = 3.0
 STDIN_LOOK_S = 5.0
@@ -60,6 +63,7 @@ class CommandRun:
         store: CommandStore,
         journal: Journal,
         refusals: Refusals | None,
+        limits: LimitReader | None,
         on_told: Callable[[], None],
         on_saved: Callable[[CommandRun], None],
         journaled: bool = False,
@@ -94,10 +98,12 @@ class CommandRun:
         self._overdue_kill_at: float | None = None
         self._stdin_lock = asyncio.Lock()
         self.stdin = StdinPipe(write=self._write, notify=recorded.notify)
+        self._reached = ReachedLimits(recorded, limits)
         self.ending = CommandEnding(
             recorded,
             journal=journal,
             refusals=refusals,
+            reached=self._reached,
             spawn=self._spawn,
             on_told=self._on_told,
             on_saved=self._on_saved,
@@ -258,6 +264,8 @@ class CommandRun:
             log.warning("spool.blocked", command=self.id, error=str(error))
             raise AgentFailure("cannot record output", str(error), code="agent_unresponsive") from error
         self._trust.took_output()
+        if name == "stderr" or self.recorded.record.command.pty:
+            self._reached.took_output(payload)
         self._unacknowledged += len(payload)
         self._since_budget += len(payload)
         self.recorded.notify()
@@ -289,12 +297,12 @@ class CommandRun:
 
     # ends from outside
 
-    def finish_with_sandbox(self, status: CommandStatus, reason: str) -> None:
+    def finish_with_sandbox(self, status: CommandStatus, reason: str, *, limit: ReachedLimit | None = None) -> None:
         """The sandbox ended, and the command with it; what came of its output is kept."""
         self._left = True
         self._settle_started(agent_unresponsive(reason))
         self.ending.settle()  # where the agent had told the end already
-        self.ending.decide(status, reason=reason)
+        self.ending.decide(status, reason=reason, limit_reached=limit)
         self.ending.save()
 
     def finish_unstarted(self) -> None:
@@ -452,3 +460,15 @@ class CommandRun:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def start_body(request: CommandStart) -> bytes:
+    """The agent's form of the request."""
+    body = request.model_dump_json(exclude={"detach"}, exclude_none=True).encode()[:-1] + b',"attach":true}'
+    if len(body) > MAX_START_BYTES:
+        raise InvalidRequest(
+            "cannot start the command: argv and env are too long",
+            f"they are {len(body)} bytes as JSON, at most {MAX_START_BYTES} can be passed",
+            hint="pass data by a file or stdin",
+        )
+    return body

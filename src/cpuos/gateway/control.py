@@ -14,6 +14,7 @@ from cpuos.gateway.access import Gateway
 from cpuos.gateway.calls import Call, Message, Receive, Route, Routes, Send, answer_error, read_model
 from cpuos.gateway.previews.hosts import AGENT_PORT, Place
 from cpuos.gateway.previews.ports import PublishedPort
+from cpuos.gateway.reached import session_over
 from cpuos.types.base import Request
 from cpuos.types.command import CommandStatus
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
@@ -50,6 +51,8 @@ class _Detach(Request):
     text: Text = ""
     generation: int | None = None
     """The one that ended: a later one stays."""
+    session_s: float | None = Field(None, gt=0)
+    """It was stopped because its session of so many seconds was over."""
 
 
 class _OpenPort(Request):
@@ -123,7 +126,8 @@ async def _get_wakes(call: Call, gateway: Gateway) -> None:
 async def _detach(call: Call, gateway: Gateway) -> None:
     request: _Detach = read_model(_Detach, await call.body(limit=MAX_JSON))
     status = CommandStatus.KILLED if request.reason == "stopped" else CommandStatus.SANDBOX_LOST
-    await gateway.sandboxes.detach(_sandbox_id(call), status, request.text, generation=request.generation)
+    limit = session_over(request.session_s) if request.session_s is not None else None
+    await gateway.sandboxes.detach(_sandbox_id(call), status, request.text, generation=request.generation, limit=limit)
     await call.answer(204, headers=[])
 
 

@@ -13,6 +13,7 @@ import structlog
 from cpuos.errors import CpuosError
 from cpuos.gateway.agent.answers import Ended
 from cpuos.gateway.journal import Journal
+from cpuos.gateway.reached import ReachedLimits
 from cpuos.gateway.records import STREAMS, RecordedCommand
 from cpuos.gateway.refusals import Refusals
 from cpuos.types.command import CommandStatus
@@ -28,6 +29,8 @@ SAVE_RETRY_S = 1.0
 REFUSALS_AFTER_S = 0.05
 """A command that exits with code 0 before this is not asked what it was refused: that would cost more than it ran."""
 SIGKILL = 9
+_EXPLAINED = {CommandStatus.EXITED, CommandStatus.SIGNALLED}
+"""What else ended it has words of its own."""
 SIGKILL_WORDS = {SIGKILL, 128 + SIGKILL}
 """The signal, and the exit code of a shell whose program it ended."""
 
@@ -46,6 +49,7 @@ class CommandEnding:
         *,
         journal: Journal,
         refusals: Refusals | None,
+        reached: ReachedLimits,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_told: Callable[[], None],
         on_saved: Callable[[], None],
@@ -55,6 +59,7 @@ class CommandEnding:
         self._recorded = recorded
         self._journal = journal
         self._refusals = refusals
+        self._reached = reached
         self._spawn = spawn
         self._on_told = on_told
         self._on_saved = on_saved
@@ -88,18 +93,24 @@ class CommandEnding:
 
     def _look_and_settle(self, word: Ended) -> None:
         quick = word.exit_code == 0 and word.duration_s < REFUSALS_AFTER_S
-        if self._refusals is None or quick or self.decided:
+        refusals = None if quick else self._refusals
+        ask = word.exit_code != 0 or self._oom_at is not None
+        if self.decided or not (refusals is not None or ask or self._reached.worth_a_look):
             self.settle()
         else:
-            self._spawn(self._look(self._refusals))
+            self._spawn(self._look(refusals, ask=ask))
 
-    async def _look(self, refusals: Refusals) -> None:
-        """Ask what was refused, for at most half a second, then go on with the end."""
-        command = self._recorded.record.command
-        refused = await refusals.since(command.sandbox, command.started_at)
-        if not self.decided:
-            self._recorded.update(refused_connections=refused)
+    async def _look(self, refusals: Refusals | None, *, ask: bool) -> None:
+        """Ask what was refused and which limit was met, for at most half a second, then go on with the end."""
+        await asyncio.gather(self._look_refused(refusals), self._reached.look(ask=ask))
         self.settle()
+
+    async def _look_refused(self, refusals: Refusals | None) -> None:
+        command = self._recorded.record.command
+        if refusals is not None:
+            refused = await refusals.since(command.sandbox, command.started_at)
+            if not self.decided:
+                self._recorded.update(refused_connections=refused)
 
     def memory_ran_out(self, *, own: bool) -> None:
         """Told from outside: memory ran out, and a process was killed; `own`: surely one of this command."""
@@ -116,14 +127,21 @@ class CommandEnding:
             "output_path": self._output_path(word.output_path),
         }
         near = self._oom_at is not None and self._clock() - self._oom_at <= OOM_NEAR_S
-        if near and SIGKILL_WORDS & {word.signal, word.exit_code}:
-            self.decide(CommandStatus.OOM_KILLED, signal=SIGKILL, reason="the sandbox ran out of memory", **fields)
+        ended_by_memory = near and bool(SIGKILL_WORDS & {word.signal, word.exit_code})
+        status = CommandStatus.OOM_KILLED if ended_by_memory else CommandStatus(word.status)
+        fields["limit_reached"] = self._reached.told(
+            status, exit_code=word.exit_code, out_of_memory=ended_by_memory or self._lost_a_process
+        )
+        if ended_by_memory:
+            self.decide(status, signal=SIGKILL, reason="the sandbox ran out of memory", **fields)
         else:
             reason = word.reason
             if self._lost_a_process and not reason:
                 reason = "the sandbox ran out of memory, and a process of the command was killed"
+            if word.exit_code != 0 and status in _EXPLAINED and fields["limit_reached"] is not None and not reason:
+                reason = fields["limit_reached"].reason
             fields |= {"exit_code": word.exit_code, "signal": word.signal, "limit": word.limit, "reason": reason}
-            self.decide(CommandStatus(word.status), **fields)
+            self.decide(status, **fields)
 
     def decide(self, status: CommandStatus, **fields: Any) -> None:
         """The one way to the end; the first caller wins."""
@@ -177,6 +195,9 @@ class CommandEnding:
             detail={"status": record.command.status.value, **{name: getattr(record.command, name) for name in told}},
         )
         self._journaled = True
+        if record.command.limit_reached is not None:
+            detail = record.command.limit_reached.model_dump(mode="json") | {"command": self._recorded.id}
+            self._journal.note(record.command.sandbox, "limit.reached", target=record.command.sandbox, detail=detail)
 
     def _output_path(self, told: str | None) -> str | None:
         """The guest's word only where it is the one path it may be."""

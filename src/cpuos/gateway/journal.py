@@ -124,6 +124,11 @@ class Journal:
             }
         )
 
+    def note(self, sandbox: str, action: str, *, target: str, detail: dict[str, Any]) -> int:
+        """Record what happened by itself: nobody asked for it."""
+        told = {"sandbox": sandbox, "actor": "system", "action": action, "phase": "outcome", "intent": None}
+        return self._append(told | {"target": target, "result": "ok", "detail": detail})
+
     def _append(self, entry: dict[str, Any]) -> int:
         number = self.last + 1
         line = json.dumps({"seq": number, "at": datetime.now(UTC).isoformat(), **entry}).encode() + b"\n"

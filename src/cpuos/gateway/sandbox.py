@@ -17,7 +17,7 @@ from cpuos.errors import (
     Conflict,
     CpuosError,
     FileProblem,
-    InvalidRequest,
+    LimitReached,
     SandboxGone,
     Unavailable,
 )
@@ -26,22 +26,23 @@ from cpuos.gateway.agent.answers import Hello
 from cpuos.gateway.agent.client import AgentClient
 from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.gateway.agent.sockets import Dialler
-from cpuos.gateway.commands import CommandRun
+from cpuos.gateway.commands import CommandRun, start_body
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits, Slots
 from cpuos.gateway.previews.ports import PublishedPorts
+from cpuos.gateway.reached import LimitReader, name_limit
 from cpuos.gateway.records import CommandRecord, RecordedCommand, shown_argv
 from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.store import CommandStore
 from cpuos.gateway.suspension import Gate, Suspension
 from cpuos.gateway.tickets import Ticket
 from cpuos.types.command import Command, CommandStart, CommandStatus
+from cpuos.types.limits import LimitSource, ReachedLimit, SandboxLimit
 
 __all__ = ["GatewaySandbox"]
 
 CALM_S = 2.0
 """A freeze waits so long for calls that are under way, and cuts what takes longer, but for the start of a command."""
-MAX_START_BYTES = 2 << 20
 MISSING_PROGRAM = {"program_not_found": 127, "program_not_executable": 126}
 _ID_LETTERS = string.ascii_lowercase + string.digits
 
@@ -59,6 +60,7 @@ class GatewaySandbox:
         journal: Journal,
         dialler: Dialler,
         refusals: Refusals | None,
+        limit_reader: LimitReader | None,
         limits: GatewayLimits,
         times: AgentTimes,
         wakes: Wakes | None = None,
@@ -79,6 +81,7 @@ class GatewaySandbox:
         self._journal = journal
         self._dialler = dialler
         self._refusals = refusals
+        self._limit_reader = limit_reader
         self._times = times
         self._settled: set[int] = set()
         """Intents of commands not ended in the store whose outcome an earlier process wrote."""
@@ -231,17 +234,17 @@ class GatewaySandbox:
         frozen = await agent.freeze(freeze)
         return frozen.model_dump()
 
-    async def detach(self, status: CommandStatus, reason: str) -> None:
+    async def detach(self, status: CommandStatus, reason: str, *, limit: ReachedLimit | None = None) -> None:
         """The sandbox ended: so do its commands and streams; output stays readable. Who waits for its agent is told."""
         for waiting in (self._identifying, self._freezing):
             if waiting is not None:
                 waiting.cancel()
         async with self._attaching:
             if self.ended is None:
-                await self.end(status, reason)
+                await self.end(status, reason, limit=limit)
                 log.info("sandbox.detached", sandbox=self.id, status=status.value, reason=reason)
 
-    async def end(self, status: CommandStatus, reason: str) -> None:
+    async def end(self, status: CommandStatus, reason: str, *, limit: ReachedLimit | None = None) -> None:
         """What `detach` does once; also where a restart interrupted it."""
         self.ended = (status, reason)
         self.hello = None
@@ -251,7 +254,7 @@ class GatewaySandbox:
         for recorded in self._untaken():
             self._run(recorded, agent or self._client(0))
         for run in list(self.runs.values()):
-            run.finish_with_sandbox(status, reason)
+            run.finish_with_sandbox(status, reason, limit=limit)
         if agent is not None:
             await agent.aclose()
 
@@ -352,7 +355,7 @@ class GatewaySandbox:
             if (started := self.runs.get(known[0].id)) is not None:
                 await started.wait_started()
             return known[0], False
-        told = _start_body(request)
+        told = start_body(request)
         agent = await self.agent()
         self._starting += 1
         try:
@@ -386,6 +389,10 @@ class GatewaySandbox:
             self._not_started(run, refused, result="error")
             agent.kill_command_later(recorded.id)
             raise refused from error
+        except LimitReached as error:
+            named = await name_limit(error, self._limit_reader, sandbox=self.id, generation=self.generation)
+            self._not_started(run, named, result="error")
+            raise named from error
         except BaseException as error:
             if recorded.ended:
                 return recorded, True
@@ -431,6 +438,7 @@ class GatewaySandbox:
             store=self.store,
             journal=self._journal,
             refusals=self._refusals,
+            limits=self._limit_reader,
             on_told=self._uncount_command,
             on_saved=self._on_saved,
             journaled=recorded.record.intent in self._settled,
@@ -471,6 +479,10 @@ class GatewaySandbox:
         marked = own or list(self.runs.values())
         for run in marked:
             run.ending.memory_ran_out(own=bool(own))
+        if not marked:  # a process that its command had left behind
+            with suppress(CpuosError):
+                detail = {"limit": SandboxLimit.MEMORY.value, "seen_by": LimitSource.HOST.value}
+                self._journal.note(self.id, "limit.reached", target=self.id, detail=detail)
         return [run.id for run in marked]
 
     def look(self) -> None:
@@ -478,15 +490,3 @@ class GatewaySandbox:
             return
         for run in list(self.runs.values()):
             run.look()
-
-
-def _start_body(request: CommandStart) -> bytes:
-    """The agent's form of the request."""
-    body = request.model_dump_json(exclude={"detach"}, exclude_none=True).encode()[:-1] + b',"attach":true}'
-    if len(body) > MAX_START_BYTES:
-        raise InvalidRequest(
-            "cannot start the command: argv and env are too long",
-            f"they are {len(body)} bytes as JSON, at most {MAX_START_BYTES} can be passed",
-            hint="pass data by a file or stdin",
-        )
-    return body

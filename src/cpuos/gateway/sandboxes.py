@@ -16,11 +16,13 @@ from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.gateway.agent.sockets import Dialler
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
+from cpuos.gateway.reached import LimitReader
 from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.spool import SpoolLimits
 from cpuos.gateway.store import CommandStore
 from cpuos.types.command import CommandStatus
+from cpuos.types.limits import ReachedLimit
 
 __all__ = ["Sandboxes"]
 
@@ -39,6 +41,7 @@ class Sandboxes:
         journal: Journal,
         dialler: Dialler,
         refusals: Refusals | None,
+        limit_reader: LimitReader | None,
         limits: GatewayLimits,
         spool_limits: SpoolLimits,
         times: AgentTimes,
@@ -47,6 +50,7 @@ class Sandboxes:
         self._journal = journal
         self._dialler = dialler
         self._refusals = refusals
+        self._limit_reader = limit_reader
         self._limits = limits
         self._spool_limits = spool_limits
         self._times = times
@@ -120,12 +124,18 @@ class Sandboxes:
         }
 
     async def detach(
-        self, sandbox_id: str, status: CommandStatus, reason: str, *, generation: int | None = None
+        self,
+        sandbox_id: str,
+        status: CommandStatus,
+        reason: str,
+        *,
+        generation: int | None = None,
+        limit: ReachedLimit | None = None,
     ) -> None:
         """Nothing there is fine; with `generation`, so is a later one, which stays."""
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is not None and not sandbox.is_after(generation):
-            await sandbox.detach(status, reason)
+            await sandbox.detach(status, reason, limit=limit)
 
     async def forget(self, sandbox_id: str) -> None:
         """Remove the record of an ended sandbox, output and all. Nothing there is fine."""
@@ -146,6 +156,7 @@ class Sandboxes:
             journal=self._journal,
             dialler=self._dialler,
             refusals=self._refusals,
+            limit_reader=self._limit_reader,
             limits=self._limits,
             times=self._times,
             wakes=self.wakes,

@@ -19,6 +19,7 @@ from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits
 from cpuos.gateway.previews.access import Doorkeeper
 from cpuos.gateway.previews.visits import Previews, PreviewTimes
+from cpuos.gateway.reached import LimitReader
 from cpuos.gateway.refusals import LocalRefusals
 from cpuos.gateway.sandboxes import Sandboxes
 from cpuos.gateway.serve import HttpListener
@@ -37,6 +38,7 @@ async def open_gateway(
     *,
     public_key: Path,
     dialler: Dialler,
+    limit_reader: LimitReader | None = None,
     records_socket: Path | None = None,
     limits: GatewayLimits | None = None,
     spool_limits: SpoolLimits | None = None,
@@ -54,6 +56,7 @@ async def open_gateway(
         journal=journal,
         dialler=dialler,
         refusals=refusals,
+        limit_reader=limit_reader,
         limits=limits,
         spool_limits=spool_limits or SpoolLimits(),
         times=times or AgentTimes(),

@@ -17,6 +17,7 @@ import httpx2
 from pydantic import BaseModel
 
 from cpuos.errors import CpuosError, Unavailable, error_from_body
+from cpuos.types.limits import LimitFacts
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
     NodeFacts,
@@ -269,21 +270,32 @@ class Dialled:
 
 
 class DialClient:
-    """Asks the node for sockets to sandboxes' agents; for the gateway."""
+    """Asks the node for sockets to sandboxes' agents, and for what of their limits is used up; for the gateway."""
 
     def __init__(self, dial_socket: Path | str, *, timeout_s: float = 10.0) -> None:
         self._socket = str(dial_socket)
         self._timeout_s = timeout_s
 
     async def dial(self, sandbox_id: str, generation: int) -> Dialled:
-        request = json.dumps({"sandbox": sandbox_id, "generation": generation}).encode()
+        return _read_answer(*await self._ask({"sandbox": sandbox_id, "generation": generation}))
+
+    async def limits(self, sandbox_id: str, generation: int) -> LimitFacts:
+        """Which limits of the sandbox are used up now."""
+        packet, descriptors = await self._ask({"sandbox": sandbox_id, "generation": generation, "ask": "limits"})
+        for descriptor in descriptors:
+            os.close(descriptor)
+        answer = json.loads(packet) if packet else {}
+        if "memory_bytes" not in answer:
+            raise error_from_body(answer)
+        return LimitFacts.model_validate(answer)
+
+    async def _ask(self, question: dict[str, object]) -> tuple[bytes, list[int]]:
         try:
             async with asyncio.timeout(self._timeout_s), self._connected() as connection:
-                await _send_packet(connection, request)
-                packet, descriptors = await _receive_packet(connection)
+                await _send_packet(connection, json.dumps(question).encode())
+                return await _receive_packet(connection)
         except (OSError, TimeoutError) as error:
             raise _unreachable(self._socket, error) from error
-        return _read_answer(packet, descriptors)
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[socket.socket]:

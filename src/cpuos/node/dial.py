@@ -7,6 +7,7 @@ import base64
 import json
 import socket
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import structlog
 
@@ -24,7 +25,8 @@ REFUSED_S = 1.0
 
 
 class DialServer:
-    """SOCK_SEQPACKET: one packet asks, one packet answers and carries one descriptor."""
+    """SOCK_SEQPACKET: one packet asks, one packet answers. The answer to a dial carries a descriptor; asked for
+    `limits`, the node says which of the sandbox's are used up."""
 
     def __init__(self, service: NodeService, *, allowed_uids: Collection[int]) -> None:
         self._service = service
@@ -76,8 +78,12 @@ class DialServer:
 
     async def _answer(self, connection: socket.socket, packet: bytes) -> None:
         try:
-            sandbox_id, generation = _parse(packet)
-            opened = await self._service.dial(sandbox_id, generation=generation)
+            request = _parse(packet)
+            if request.ask == "limits":
+                facts = await self._service.limits(request.sandbox, generation=request.generation)
+                connection.send(facts.model_dump_json().encode())
+                return
+            opened = await self._service.dial(request.sandbox, generation=request.generation)
         except CpuosError as error:
             connection.send(json.dumps(error.body()).encode())
             return
@@ -100,14 +106,21 @@ async def _receive(connection: socket.socket) -> bytes:
         return await asyncio.get_running_loop().sock_recv(connection, REQUEST_BYTES)
 
 
-def _parse(packet: bytes) -> tuple[str, int]:
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    sandbox: str
+    generation: int
+    ask: str
+
+
+def _parse(packet: bytes) -> _Request:
     try:
-        request = json.loads(packet)
-        sandbox_id, generation = request["sandbox"], request["generation"]
-        if not isinstance(sandbox_id, str) or type(generation) is not int:
+        told = json.loads(packet)
+        request = _Request(sandbox=told["sandbox"], generation=told["generation"], ask=told.get("ask", "socket"))
+        if not isinstance(request.sandbox, str) or type(request.generation) is not int:
             raise TypeError("wrong types")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidRequest(
             "cannot read the dial request", 'it must be {"sandbox": id, "generation": number}'
         ) from error
-    return sandbox_id, generation
+    return request

@@ -15,6 +15,7 @@ from cpuos.node.journal import Journal, Record, Stage
 from cpuos.node.kept_templates import KeptTemplates
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import Ledger, facts_of
+from cpuos.node.limits import read_limits
 from cpuos.node.lives import Lives
 from cpuos.node.pausing import Pausing
 from cpuos.node.pool import Pool, PoolLimits
@@ -25,6 +26,7 @@ from cpuos.node.steps import Checkpoint, Step, run_steps
 from cpuos.node.upkeep import Upkeep
 from cpuos.node.volume import Tell, Volume, VolumeWatch
 from cpuos.runtimes.base import GuestLink
+from cpuos.types.limits import LimitFacts
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
     NodeResume,
@@ -159,6 +161,10 @@ class NodeService:
             processes=measured.processes,
             disk_used_bytes=await self._assembly.disks.used_bytes(sandbox_id),
         )
+
+    async def limits(self, sandbox_id: str, *, generation: int) -> LimitFacts:
+        """Which limits of a running sandbox are used up now."""
+        return await read_limits(self._kit, self.ledger.running(sandbox_id, generation=generation))
 
     async def dial(self, sandbox_id: str, *, generation: int) -> Opened:
         """A socket to the agent of a running sandbox of exactly this generation; one that is being created is waited

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 from cpuos.types.sandbox import Isolation
 
-__all__ = ["Capability", "GuestLink", "Probe", "Process", "Runtime", "RuntimeStats", "SandboxSpec"]
+__all__ = ["Capability", "GuestLink", "Probe", "Process", "Runtime", "RuntimeLimits", "RuntimeStats", "SandboxSpec"]
 
 # The guest side has the same addresses in every sandbox (network-facts.md section 2); the namespace tells them apart.
 GUEST_ADDRESS = "10.0.0.2"
@@ -92,6 +92,17 @@ class RuntimeStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RuntimeLimits:
+    """Those limits of a sandbox that its runtime keeps, as they stand at one moment."""
+
+    processes_full: bool = False
+    root_full: bool = False
+    """The root's writable layer has no room."""
+    tmp_bytes: int = 0
+    """What /tmp may hold, and /dev/shm again; 0: no limit of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GuestLink:
     """An unconnected socket made where the guest is reachable, and where to connect it."""
 
@@ -137,6 +148,10 @@ class Runtime(Protocol):
         ...
 
     async def stats(self, sandbox_id: str) -> RuntimeStats: ...
+
+    async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
+        """Measured from outside: a program inside cannot make it say that a limit is not reached."""
+        ...
 
     # with Capability.PAUSE
 

@@ -21,6 +21,7 @@ __all__ = [
     "Remove",
     "World",
     "decide",
+    "session_over",
 ]
 
 
@@ -131,8 +132,13 @@ def _on_record(world: World, record: Record, facts: SandboxFacts | None) -> Acti
     if same and not record.busy and facts.paused is (record.state is SandboxState.RUNNING):
         return FinishMove(**which)
     if record.expires_at is not None and record.expires_at <= world.now:
-        return Expire(**which, reason=f"its time of {_duration(record.timeout_s)} ended")
+        return Expire(**which, reason=session_over(record.timeout_s))
     return None
+
+
+def session_over(timeout_s: float) -> str:
+    """The reason of one whose session ended."""
+    return f"its time of {_duration(timeout_s)} ended"
 
 
 def _on_node(world: World, facts: SandboxFacts) -> Action | None:

@@ -111,9 +111,17 @@ class GatewayControl(Protocol):
         """Long poll: the suspended sandboxes that were called since. Start with 0."""
         ...
 
-    async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str, generation: int) -> None:
-        """End its streams; its running commands become killed or sandbox_lost. Nothing there is fine, and a later
-        generation stays."""
+    async def detach(
+        self,
+        sandbox_id: str,
+        *,
+        reason: Literal["stopped", "lost"],
+        text: str,
+        generation: int,
+        session_s: float | None = None,
+    ) -> None:
+        """End its streams; its running commands become killed or sandbox_lost. `session_s`: because its session of that
+        length was over. Nothing there is fine, and a later generation stays."""
         ...
 
     async def forget(self, sandbox_id: str) -> None:
@@ -198,8 +206,18 @@ class LocalGatewayControl:
             wakes = [Wake(seq=int(one["seq"]), sandbox=str(one["sandbox"])) for one in answer["wakes"]]
             return WakesPage(source=str(answer["source"]), wakes=wakes, next=int(answer["next"]))
 
-    async def detach(self, sandbox_id: str, *, reason: Literal["stopped", "lost"], text: str, generation: int) -> None:
-        body = {"reason": reason, "text": text[:MAX_TEXT], "generation": generation}
+    async def detach(
+        self,
+        sandbox_id: str,
+        *,
+        reason: Literal["stopped", "lost"],
+        text: str,
+        generation: int,
+        session_s: float | None = None,
+    ) -> None:
+        body: dict[str, Any] = {"reason": reason, "text": text[:MAX_TEXT], "generation": generation}
+        if session_s is not None:
+            body["session_s"] = session_s
         await self._call("POST", f"/v1/sandboxes/{sandbox_id}/detach", body=body)
 
     async def forget(self, sandbox_id: str) -> None:

@@ -23,6 +23,7 @@ from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
 from cpuos.server.db.sandboxes import advance, insert_sandbox, row_of, update_fields
+from cpuos.server.decide import session_over
 from cpuos.server.gateway import GatewayControl
 from cpuos.server.losses import given_up, recreated
 from cpuos.server.network import Networks
@@ -402,7 +403,10 @@ class Lifecycle:
         if creation is not None:
             creation.abandon(row.reason)
         try:
-            await self._gateway.detach(row.id, reason="stopped", text=row.reason, generation=row.generation)
+            session_s = row.timeout_s if row.reason == session_over(row.timeout_s) else None
+            await self._gateway.detach(
+                row.id, reason="stopped", text=row.reason, generation=row.generation, session_s=session_s
+            )
             stage = "detached"
         except CpuosError as error:
             _log.warning("gateway not told of an end", sandbox=row.id, error=str(error))

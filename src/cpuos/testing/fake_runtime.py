@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from cpuos.errors import PlatformError
 from cpuos.plugins import RuntimeHost
-from cpuos.runtimes.base import Capability, Probe, Process, RuntimeStats, SandboxSpec
+from cpuos.runtimes.base import Capability, Probe, Process, RuntimeLimits, RuntimeStats, SandboxSpec
 from cpuos.runtimes.processes import find_process, open_process
 from cpuos.testing.fake_guest import PROGRAM_FOLDERS
 from cpuos.testing.fake_process import readable
@@ -190,6 +190,9 @@ class FakeRuntime:
         if process is None:
             raise PlatformError(f"cannot measure sandbox: {sandbox_id}", "it does not run")
         return RuntimeStats(memory_bytes=_resident_bytes(process.pid), cpu_seconds=0.0, processes=1)
+
+    async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
+        return RuntimeLimits()
 
     async def leftovers(self) -> list[str]:
         return sorted(set(os.listdir(self._folder)) | self._abandoned())

@@ -40,6 +40,7 @@ ACTIONS = (
     "command.start",
     "command.kill",
     "file.read",
+    "limit.reached",
     "file.write",
     "file.remove",
     "file.mkdir",

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from cpuos.types.base import Answer, Request
+from cpuos.types.limits import ReachedLimit
 from cpuos.types.network import RefusedConnection
 
 __all__ = ["COMMAND_ID_PATTERN", "Command", "CommandList", "CommandStart", "CommandStatus", "Pty"]
@@ -80,6 +81,8 @@ class Command(Answer):
     signal: int | None = None
     limit: str | None = None
     reason: str = ""
+    limit_reached: ReachedLimit | None = None
+    """The limit that says most about its end, also where it ended by itself: full, refused, too long."""
     started_at: datetime
     ended_at: datetime | None = None
     duration_s: float | None = None

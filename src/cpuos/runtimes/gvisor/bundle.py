@@ -10,7 +10,7 @@ from typing import Any
 
 from cpuos.runtimes.base import SandboxSpec
 
-__all__ = ["AGENT_TASKS", "runsc_flags", "write_bundle"]
+__all__ = ["AGENT_TASKS", "layer_mib", "runsc_flags", "tmp_mib", "write_bundle"]
 
 # What root in the guest may do. No SYS_ADMIN (mounts, and forks over the process limit) and no SYS_RESOURCE (lifts
 # RLIMIT_NPROC); with these sudo, apt, chroot and debuggers work.
@@ -81,7 +81,7 @@ def _oci_spec(spec: SandboxSpec, *, bundle: Path, cgroups_path: str) -> dict[str
             "dev.gvisor.spec.rootfs.type": "erofs",
             # Says that the layer is on disk; a flag says where. It must be the same in all sandboxes, see `_process`.
             "dev.gvisor.spec.rootfs.overlay": "dir=/overlay",
-            "dev.gvisor.spec.rootfs.options": f"size={_layer_mib(spec.disk_mib)}m",
+            "dev.gvisor.spec.rootfs.options": f"size={layer_mib(spec.disk_mib)}m",
         },
         "linux": {
             "cgroupsPath": cgroups_path,
@@ -98,9 +98,14 @@ def _oci_spec(spec: SandboxSpec, *, bundle: Path, cgroups_path: str) -> dict[str
     }
 
 
-def _layer_mib(disk_mib: int) -> int:
+def layer_mib(disk_mib: int) -> int:
     """Limit of the root's writable layer. gVisor takes its bookkeeping out of it: 1 % more keeps the number usable."""
     return disk_mib + max(1, disk_mib // 100)
+
+
+def tmp_mib(memory_mib: int) -> int:
+    """What /tmp may hold, and /dev/shm again: both lie in memory, and a program's end does not empty them."""
+    return max(16, memory_mib // 4)
 
 
 def _process(spec: SandboxSpec) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def _process(spec: SandboxSpec) -> dict[str, Any]:
 
 
 def _mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
-    shared_memory_mib = max(16, spec.memory_mib // 4)
+    shared_memory_mib = tmp_mib(spec.memory_mib)
     return [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]},

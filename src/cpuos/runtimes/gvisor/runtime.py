@@ -19,8 +19,8 @@ import structlog
 
 from cpuos.errors import CapacityExceeded, CpuosError, NotFound, PlatformError
 from cpuos.plugins import RuntimeHost
-from cpuos.runtimes.base import Capability, Probe, Process, RuntimeStats, SandboxSpec
-from cpuos.runtimes.gvisor.bundle import AGENT_TASKS, runsc_flags, write_bundle
+from cpuos.runtimes.base import Capability, Probe, Process, RuntimeLimits, RuntimeStats, SandboxSpec
+from cpuos.runtimes.gvisor.bundle import AGENT_TASKS, layer_mib, runsc_flags, tmp_mib, write_bundle
 from cpuos.runtimes.gvisor.probe import probe_gvisor
 from cpuos.runtimes.gvisor.program import Outcome, Runsc
 from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
@@ -41,6 +41,8 @@ _SAVE_S = 300.0
 # File in an image, and in the work folder of a sandbox that was made from one.
 _FIRST = "first-sandbox"
 _KEPT_KILLS = 256
+# The root's layer takes whole pieces: with less than this it refuses what is written.
+_LAYER_ALMOST = 1 << 20
 _PANIC_HEAD = 64 << 10
 _PANIC = re.compile(r"^(panic:|fatal error:|SIG[A-Z]+:)", re.MULTILINE)
 # runsc's state files: ID_sandbox:ID.state and .lock.
@@ -165,6 +167,17 @@ class GvisorRuntime:
             raise _not_found("measure", sandbox_id) from problem
         processes = await self._control(sandbox_id).count_processes()
         return RuntimeStats(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, processes=processes)
+
+    async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
+        running = self._running.get(spec.id)
+        if running is None:
+            raise _not_found("measure", spec.id)
+        held = await asyncio.to_thread(_layer_bytes, running.process.pid, running.overlay)
+        return RuntimeLimits(
+            processes_full=await self._control(spec.id).processes_full(),
+            root_full=held + _LAYER_ALMOST >= layer_mib(spec.disk_mib) << 20,
+            tmp_bytes=tmp_mib(spec.memory_mib) << 20,
+        )
 
     async def leftovers(self) -> list[str]:
         found = {match[1] for name in os.listdir(self._runsc.root) if (match := _STATE_FILE.fullmatch(name))}

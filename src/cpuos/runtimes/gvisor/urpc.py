@@ -43,6 +43,11 @@ class ControlSocket:
         """Tasks in the sandbox, threads counted as the limit counts them."""
         return int(await self._cgroup("ReadControlFiles", name="pids.current"))
 
+    async def processes_full(self) -> bool:
+        """Whether another task would be refused. A hostile root may have lifted its own limit: then never."""
+        used, limit = await self._cgroup_texts("ReadControlFiles", [("pids.current", None), ("pids.max", None)])
+        return limit.strip() != "max" and int(used) >= int(limit)
+
     async def kill(self, pid: int) -> None:
         """SIGKILL one guest process (its number in the sandbox's root PID namespace)."""
         await self._call(
@@ -66,18 +71,24 @@ class ControlSocket:
         return made
 
     async def _cgroup(self, method: str, *, name: str, value: str | None = None) -> str:
-        argument: dict[str, Any] = {"file": {"controller": "pids", "path": f"/{self._group}", "name": name}}
-        if value is not None:
-            argument["value"] = value
-        answer = await self._call(f"Cgroups.{method}", {"args": [argument]})
+        return (await self._cgroup_texts(method, [(name, value)]))[0]
+
+    async def _cgroup_texts(self, method: str, files: list[tuple[str, str | None]]) -> list[str]:
+        """Read or write files of its pids controller, in one call."""
+        arguments: list[dict[str, Any]] = []
+        for name, value in files:
+            argument: dict[str, Any] = {"file": {"controller": "pids", "path": f"/{self._group}", "name": name}}
+            arguments.append(argument if value is None else argument | {"value": value})
+        answer = await self._call(f"Cgroups.{method}", {"args": arguments})
         try:
-            result = answer["results"][0]
-            text, failed = str(result["value"]), bool(result["is_error"])
+            told = [answer["results"][number] for number in range(len(files))]
+            results = [(str(one["value"]), bool(one["is_error"])) for one in told]
         except (KeyError, IndexError, TypeError) as problem:
             raise self._failure(f"Cgroups.{method}", "unexpected answer") from problem
-        if failed:
-            raise self._failure(f"Cgroups.{method}", text[:200])
-        return text
+        for text, failed in results:
+            if failed:
+                raise self._failure(f"Cgroups.{method}", text[:200])
+        return [text for text, _ in results]
 
     async def _call(self, method: str, argument: Any) -> Any:
         loop = asyncio.get_running_loop()
