@@ -56,8 +56,40 @@ def test_auto_takes_the_strongest_that_is_available() -> None:
 
 
 def test_a_named_runtime_is_taken() -> None:
-    placement = place([view()], demand(runtime="qemu"))
+    placement = place([view()], demand(runtime="qemu", allow_emulated=True))
     assert (placement.runtime, placement.isolation) == ("qemu", Isolation.EMULATED)
+
+
+def test_emulation_is_for_those_who_ask_for_it() -> None:
+    emulated = view([runtime("microvm", Isolation.EMULATED), runtime("gvisor", Isolation.GVISOR, available=False)])
+    for asked in (demand(), demand(runtime="microvm"), demand(min_isolation=Isolation.EMULATED)):
+        with pytest.raises(CpuosError) as caught:
+            place([emulated], asked)
+        assert caught.value.code == "runtime_unavailable"
+        assert "only emulated" in caught.value.what
+    assert place([emulated], demand(allow_emulated=True)).isolation is Isolation.EMULATED
+    # To be allowed is not to be preferred.
+    assert place([view()], demand(allow_emulated=True)).isolation is Isolation.GVISOR
+
+
+async def test_an_instance_may_allow_it_for_all() -> None:
+    facts = view([runtime("microvm", Isolation.EMULATED)]).facts
+    for allowed in (False, True):
+        scheduler = LocalScheduler(_Node(facts), CapacityRules(allow_emulated=allowed))  # type: ignore[arg-type]
+        await scheduler.refresh()
+        if allowed:
+            assert scheduler.reserve("a" * 20, demand()).isolation is Isolation.EMULATED
+        else:
+            with pytest.raises(CpuosError, match="only emulated"):
+                scheduler.reserve("a" * 20, demand())
+
+
+class _Node:
+    def __init__(self, facts: NodeFacts) -> None:
+        self._facts = facts
+
+    async def facts(self) -> NodeFacts:
+        return self._facts
 
 
 @pytest.mark.parametrize(
@@ -67,7 +99,11 @@ def test_a_named_runtime_is_taken() -> None:
         (demand(runtime="podman"), "invalid_request", "auto, firecracker, gvisor, qemu"),
         (demand(runtime="firecracker"), "runtime_unavailable", "no /dev/kvm"),
         (demand(min_isolation=Isolation.MICROVM), "runtime_unavailable", "the strongest there is 'gvisor'"),
-        (demand(runtime="qemu", min_isolation=Isolation.GVISOR), "runtime_unavailable", "'emulated'"),
+        (
+            demand(runtime="qemu", min_isolation=Isolation.GVISOR, allow_emulated=True),
+            "runtime_unavailable",
+            "'emulated'",
+        ),
         (demand(memory_mib=9000), "capacity_exceeded", "9000 MiB memory asked, 8192 MiB memory free"),
         (demand(disk_mib=1 << 17), "capacity_exceeded", "131072 MiB disk asked, 65536 MiB disk free"),
     ],
