@@ -18,6 +18,8 @@ import struct
 import sys
 from typing import Any
 
+__all__ = ["main"]
+
 # linux/sched.h, linux/mount.h, linux/prctl.h, linux/if_tun.h
 _NEWNS, _NEWUTS, _NEWIPC, _NEWNET = 0x00020000, 0x04000000, 0x08000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
