@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
+	"flag"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -25,16 +26,22 @@ const (
 	deviceTime = 10 * time.Second
 )
 
+var (
+	tasks     = flag.Int("tasks", 0, "as /init of a guest kernel: limit of processes and threads")
+	memoryMiB = flag.Int("memory", 0, "as /init of a guest kernel: its memory in MiB")
+	word      = flag.String("word", "", "as /init of a guest kernel: give the sum of this, and end")
+)
+
 // makeMachine does what a guest kernel leaves to its first process: modules, mounts, limits and the link. Where a runtime
 // has done all that, the agent is not started as /init. What fails here ends the guest, and the kernel's log says why.
-func makeMachine(tasks, memoryMiB int, word string) {
+func makeMachine() {
 	if os.Getpid() != 1 || os.Args[0] != initPath {
 		return
 	}
 	err := attempt(func() {
 		mount("devtmpfs", "/dev", "devtmpfs", unix.MS_NOSUID, "mode=0755")
-		if word != "" { // all that is asked is whether this machine comes so far
-			sum := sha256.Sum256([]byte(word)) // the word itself the kernel has printed, with its command line
+		if *word != "" { // all that is asked is whether this machine comes so far
+			sum := sha256.Sum256([]byte(*word)) // the word itself the kernel has printed, with its command line
 			os.WriteFile("/dev/console", []byte("\n"+hex.EncodeToString(sum[:])+"\n"), 0)
 			syscall.Reboot(syscall.LINUX_REBOOT_CMD_RESTART)
 		}
@@ -43,9 +50,9 @@ func makeMachine(tasks, memoryMiB int, word string) {
 		loadModules()
 		seedRandom()
 		mountRoot()
-		mountFolders(memoryMiB)
+		mountFolders()
 		enterRoot()
-		limitTasks(tasks)
+		limitTasks()
 		joinNetwork()
 		if name := os.Getenv("CPUOS_HOSTNAME"); name != "" {
 			check(syscall.Sethostname([]byte(name)))
@@ -117,7 +124,7 @@ func mountRoot() {
 	os.Remove(newRoot + workFolder + "/lost+found") // of a disk that is new: an empty folder of root's
 }
 
-func mountFolders(memoryMiB int) {
+func mountFolders() {
 	for _, folder := range []string{"/dev", "/proc", "/sys"} {
 		os.Mkdir(newRoot+folder, 0o755)
 		mount(folder, newRoot+folder, "", unix.MS_MOVE, "")
@@ -127,7 +134,7 @@ func mountFolders(memoryMiB int) {
 		check(os.Mkdir(in(folder), 0o755))
 	}
 	os.Mkdir(in("/tmp"), 0o1777)
-	size := "size=" + strconv.Itoa(max(16, memoryMiB/4)) + "m,mode=1777"
+	size := "size=" + strconv.Itoa(max(16, *memoryMiB/4)) + "m,mode=1777"
 	mount("devpts", in("/dev/pts"), "devpts", unix.MS_NOSUID|unix.MS_NOEXEC, "gid=5,mode=620,ptmxmode=666")
 	mount("tmpfs", in("/dev/shm"), "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, size)
 	mount("tmpfs", in("/tmp"), "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, size)
@@ -146,11 +153,11 @@ func enterRoot() {
 }
 
 // limitTasks bounds the processes of the sandbox and the agent's own threads together.
-func limitTasks(tasks int) {
+func limitTasks() {
 	const top, group = "/sys/fs/cgroup", "/sys/fs/cgroup/sandbox"
 	check(os.WriteFile(top+"/cgroup.subtree_control", []byte("+pids +memory"), 0))
 	check(os.Mkdir(group, 0o755))
-	check(os.WriteFile(group+"/pids.max", []byte(strconv.Itoa(tasks)), 0))
+	check(os.WriteFile(group+"/pids.max", []byte(strconv.Itoa(*tasks)), 0))
 	check(os.WriteFile(group+"/cgroup.procs", []byte("1"), 0))
 	check(syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: 1 << 20, Max: 1 << 20}))
 	os.WriteFile("/proc/sys/net/ipv4/ping_group_range", []byte("0 2147483647"), 0)

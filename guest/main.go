@@ -35,11 +35,8 @@ func main() {
 	nodeKey := flag.String("node-key", "", "base64 of the node's Ed25519 public key")
 	listen := flag.String("listen", "", "for tests: serve this loopback address, and say it on stdout")
 	userTable := flag.String("user-table", "/etc", "folder of passwd and group")
-	tasks := flag.Int("tasks", 0, "as /init of a guest kernel: limit of processes and threads")
-	memoryMiB := flag.Int("memory", 0, "as /init of a guest kernel: its memory in MiB")
-	word := flag.String("word", "", "as /init of a guest kernel: say this, and end")
 	flag.Parse()
-	makeMachine(*tasks, *memoryMiB, *word)
+	makeMachine()
 	key, err := base64.StdEncoding.DecodeString(*nodeKey)
 	if err != nil || len(key) != ed25519.PublicKeySize || *sandbox == "" {
 		log.Fatal("usage: cpuos-agent --sandbox ID --node-key BASE64")
