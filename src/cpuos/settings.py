@@ -90,9 +90,9 @@ class Settings(BaseSettings):
     runtime: str = "gvisor"
     """What sandboxes run in, where they do not ask for another."""
     max_sandboxes: int = Field(64, ge=1)
+    """Sandboxes at once."""
     allow_emulated: bool = False
     """Let sandboxes run in microVMs that QEMU only emulates, where nobody asked for it in the call: for development."""
-    """Sandboxes at once."""
     cpu_overcommit: float = Field(8.0, ge=1)
     """Sandbox CPUs promised per real one."""
     memory_reserve_mib: int = Field(1024, ge=0)

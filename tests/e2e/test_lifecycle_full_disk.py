@@ -7,11 +7,8 @@ import hashlib
 import os
 import random
 import re
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +16,10 @@ from cpuos import Client, Sandbox, Snapshot
 from cpuos.errors import CapacityExceeded, LimitReached, Unavailable
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
+from small_volume import disks_see_no_error, volume
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(400)]
-VOLUME_MIB, DISK_MIB = 2048, 128
+DISK_MIB = 128
 SHAPE = {"template": "base", "cpu": 1, "memory": "256MiB", "disk": f"{DISK_MIB}MiB", "timeout": "1h"}
 
 
@@ -35,22 +33,6 @@ def small() -> Iterator[Instance]:
 @pytest.fixture(scope="module")
 def own(small: Instance) -> Client:
     return small.client()
-
-
-@contextmanager
-def volume(image: Path, place: Path) -> Iterator[None]:
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(VOLUME_MIB << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
-    subprocess.run(["mount", "-o", "loop", image, place], check=True)
-    place.chmod(0o755)
-    try:
-        yield
-    finally:
-        wait_until(lambda: subprocess.run(["umount", place], stderr=subprocess.DEVNULL).returncode == 0)
-        place.rmdir()
-        image.parent.rmdir()
 
 
 @contextmanager
@@ -75,26 +57,10 @@ def filled(small: Instance, *, leave_mib: int) -> Iterator[None]:
         wait_until(lambda: own.get_json("/v1/capacity")["disk_mib"]["total"] > 3 * DISK_MIB)
 
 
-@pytest.fixture
-def disks_see_no_error(small: Instance) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    said = subprocess.run(["dmesg", "--raw"], capture_output=True, text=True, check=True).stdout.splitlines()
-    of_here = {f"loop{path.parts[3].removeprefix('loop')}" for path in loops(small)}
-    for line in said:
-        at, _, text = line.partition("] ")
-        if float(at.partition("[")[2] or 0) >= began - 1:
-            assert not (
-                "error" in text.lower() and any(f"{loop}," in text or f"({loop})" in text for loop in of_here)
-            ), text
-    for path in loops(small):
-        errors = Path(f"/sys/fs/ext4/{path.parts[3]}/errors_count")
-        assert not errors.exists() or errors.read_text().strip() == "0"
-
-
-def loops(small: Instance) -> list[Path]:
-    backing = Path("/sys/block").glob("loop*/loop/backing_file")
-    return [path for path in backing if str(small.folder) in path.read_text()]
+@pytest.fixture(name="disks_see_no_error")
+def _disks_see_no_error(small: Instance) -> Iterator[None]:
+    with disks_see_no_error(small):
+        yield
 
 
 def fill_root(sandbox: Sandbox) -> None:

@@ -78,9 +78,9 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
 
     output = current_output(ctx)
     found = services.status()
-    capacity = _capacity(found.api_url)
+    capacity, alarms = _capacity(found.api_url), _alarms(found.api_url)
     if output.json:
-        output.data({**dataclasses.asdict(found), "capacity": capacity})
+        output.data({**dataclasses.asdict(found), "capacity": capacity, "alarms": alarms})
     else:
         rows = [
             (part.name, part.state, part.pid, "" if part.up_s is None else f"{part.up_s:.0f}s", part.restarts, part.log)
@@ -89,6 +89,8 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
         output.table(("PART", "STATE", "PID", "UP", "RESTARTS", "LOG"), rows)
         if capacity is not None:
             output.line(describe_capacity(capacity))
+        for alarm in alarms:
+            output.line(alarm)
         output.progress(f"{found.state}; API at {found.api_url or 'no address'}")
     if found.state != "ready":
         raise typer.Exit(1)
@@ -105,6 +107,19 @@ def _capacity(api_url: str | None) -> dict[str, Any] | None:
             return client.get_json("/v1/capacity")
     except CpuosError:
         return None
+
+
+def _alarms(api_url: str | None) -> list[str]:
+    """They need no key."""
+    from cpuos import Client
+
+    if api_url is None:
+        return []
+    try:
+        with Client(api_url) as client:
+            return list(client.get_json("/v1/health").get("alarms", []))
+    except CpuosError:
+        return []
 
 
 def doctor(ctx: typer.Context, as_json: JsonOption = False) -> None:

@@ -26,6 +26,7 @@ def show(ctx: typer.Context) -> None:
 
     output = current_output(ctx)
     state, problem, live, capacity = "cpuOS is running", "", [], None
+    alarms: list[str] = []
     running: bool | None = True
     steps = _EMPTY_STEPS
     try:
@@ -33,6 +34,7 @@ def show(ctx: typer.Context) -> None:
             live = Sandbox.list(client=client)
             with contextlib.suppress(Forbidden):
                 capacity = client.get_json("/v1/capacity")
+            alarms = client.get_json("/v1/health").get("alarms", [])
     except AuthenticationError as error:
         # Whether it runs is not known: without a key nobody was asked.
         running, problem, state = None, error.what, f"{error.what}: {error.why}"
@@ -53,7 +55,14 @@ def show(ctx: typer.Context) -> None:
     if output.json:
         next_commands = [{"command": command, "does": does} for command, does in steps]
         output.data(
-            {"running": running, "problem": problem, "sandboxes": live, "capacity": capacity, "next": next_commands}
+            {
+                "running": running,
+                "problem": problem,
+                "sandboxes": live,
+                "capacity": capacity,
+                "alarms": alarms,
+                "next": next_commands,
+            }
         )
         return
     count = f"{len(live)} sandbox{'' if len(live) == 1 else 'es'} alive"
@@ -62,6 +71,8 @@ def show(ctx: typer.Context) -> None:
     output.line(f"{state}, {count}" if running else state)
     if capacity is not None:
         output.line(describe_capacity(capacity))
+    for alarm in alarms:
+        output.line(alarm)
     if running and problem:
         output.line(problem)
     width = max(len(command) for command, _ in steps)

@@ -20,7 +20,7 @@ from cpuos.node.storage.ballast import Ballast
 from cpuos.node.storage.room import free_bytes, volume_bytes
 from cpuos.types.node import VolumeFacts
 
-__all__ = ["Volume", "VolumeWatch"]
+__all__ = ["Tell", "Volume", "VolumeWatch"]
 
 log = structlog.get_logger("cpuos.node")
 
@@ -42,6 +42,7 @@ class Volume:
         self.folder = folder
         self.ballast = ballast
         self.full = False
+        self.times_full = 0
 
     @property
     def mark_bytes(self) -> int:
@@ -59,6 +60,7 @@ class Volume:
     def facts(self) -> VolumeFacts:
         return VolumeFacts(
             full=self.full,
+            times_full=self.times_full,
             total_bytes=volume_bytes(self.folder),
             free_bytes=free_bytes(self.folder),
             ballast_bytes=self.ballast.held_bytes,
@@ -130,6 +132,7 @@ class VolumeWatch:
 
     async def _fill(self) -> None:
         self._volume.full = True
+        self._volume.times_full += 1
         self._volume.ballast.give()
         log.error("the data volume is full: sandboxes stand still until there is room", folder=str(self._volume.folder))
         await self._halt_all()

@@ -17,6 +17,7 @@ from cpuos.errors import CpuosError, Unavailable
 from cpuos.node.client import NodeClient
 from cpuos.scheduler.base import CapacityRules, Scheduler
 from cpuos.scheduler.local import LocalScheduler
+from cpuos.server.alarms import Alarms, current_alarms
 from cpuos.server.asks import amount_of
 from cpuos.server.audit import Audit
 from cpuos.server.auth import Authenticator
@@ -180,7 +181,8 @@ class ControlPlane:
         node, gateway = await asyncio.gather(_ask(self.scheduler.refresh()), _ask(self.gateway.health()))
         parts = {"node": node, "gateway": gateway}
         fine = all(part.status == "ok" for part in parts.values())
-        health = Health(status="ok" if fine else "degraded", version=VERSION, parts=parts)
+        alarms = current_alarms(self.scheduler.nodes())
+        health = Health(status="ok" if fine else "degraded", version=VERSION, parts=parts, alarms=alarms)
         self.health_cache["health"] = (time.monotonic() + HEALTH_S, health)
         return health
 
@@ -252,8 +254,7 @@ async def _wire(
     async with database.read() as connection:
         scheduler.adopt({row.id: (row.node, amount_of(row)) for row in await live_rows(connection)})
     audit = Audit(clock, epoch=epoch, deadline_s=options.outcome_deadline_s)
-    idempotency = Idempotency(clock)
-    quotas = Quotas()
+    idempotency, quotas = Idempotency(clock), Quotas()
     networks = Networks(database, scheduler)
     verbs = _verbs(
         options,
@@ -276,6 +277,7 @@ async def _wire(
         networks=networks,
         journal=JournalIngest(database, gateway),
         connections=_connections(options, database, records, clock),
+        alarms=Alarms(database=database, scheduler=scheduler, audit=audit),
         settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=verbs.lifecycle),
         tasks=tasks,
         clock=clock,

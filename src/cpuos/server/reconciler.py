@@ -12,6 +12,7 @@ from sqlalchemy import Row, select
 
 from cpuos.errors import CpuosError
 from cpuos.scheduler.base import Scheduler
+from cpuos.server.alarms import Alarms
 from cpuos.server.clock import Clock
 from cpuos.server.connections import ConnectionIngest
 from cpuos.server.db.database import Database
@@ -67,6 +68,7 @@ class Reconciler:
         journal: JournalIngest,
         connections: ConnectionIngest,
         settlement: Settlement,
+        alarms: Alarms,
         tasks: Tasks,
         clock: Clock,
         record_retention_s: float,
@@ -82,6 +84,7 @@ class Reconciler:
         self._journal = journal
         self._connections = connections
         self._settlement = settlement
+        self._alarms = alarms
         self._tasks = tasks
         self._clock = clock
         self._record_kept = timedelta(seconds=record_retention_s)
@@ -118,6 +121,7 @@ class Reconciler:
     async def sweep(self) -> None:
         """Compare everything: all the node has with all that is on record."""
         await self._scheduler.refresh()
+        await self._alarms.look()
         listed_at = self._clock()
         facts = await self._scheduler.client(self._node).list()
         await self._apply(facts, listed_at=listed_at)

@@ -47,6 +47,7 @@ ACTIONS = (
     "file.move",
     "file.read_tree",
     "file.write_tree",
+    "node.volume",
 )
 
 

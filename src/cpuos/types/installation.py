@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from cpuos.types.base import Answer
-from cpuos.types.node import RuntimeFacts, TemplateFacts
+from cpuos.types.node import RuntimeFacts, TemplateFacts, VolumeFacts
 
 __all__ = ["Amount", "Capacity", "Health", "Node", "NodeList", "PartHealth", "TemplateList"]
 
@@ -26,6 +26,7 @@ class Node(Answer):
     memory_mib: int
     disk_mib: int
     max_sandboxes: int
+    volume: VolumeFacts | None = None
 
 
 class NodeList(Answer):
@@ -57,3 +58,5 @@ class Health(Answer):
     """degraded: a part is out of reach."""
     version: str
     parts: dict[str, PartHealth] = Field(default_factory=dict)
+    alarms: list[str] = Field(default_factory=list)
+    """What somebody has to mend, one sentence each."""

@@ -132,6 +132,8 @@ class VolumeFacts(Answer):
 
     full: bool
     """Nothing is begun on it that writes, and sandboxes stand still, until there is room."""
+    times_full: int = 0
+    """How often it was since the node's daemon began."""
     total_bytes: int
     free_bytes: int
     ballast_bytes: int
