@@ -111,7 +111,7 @@ class ControlPlane:
     reconciler: Reconciler
     guard: Guard
     tasks: Tasks
-    health_cache: dict[str, Any]
+    health_cache: dict[str, Any] = field(default_factory=dict)
 
     def data_url(self) -> str:
         url = self.options.data_url()
@@ -309,7 +309,6 @@ async def _wire(
             clock=clock,
         ),
         tasks=tasks,
-        health_cache={},
     )
 
 
