@@ -133,8 +133,9 @@ class Settings(BaseSettings):
     network_block: str = "auto"
     """IPv4 network (/26 or larger): its first four addresses join this instance's sandboxes to the host, the others are
     seen in the hub only. "auto" takes the first of a list that meets no route of the host."""
-    network_uplink: Literal["nat", "none"] = "nat"
-    """"none": sandboxes reach nothing outside, and nothing is changed on the host for them."""
+    network_uplink: Literal["nat", "user", "none"] = "nat"
+    """How sandboxes reach the outside. "nat": by a link and rules on the host. "user": by ordinary sockets of an
+    unprivileged process; nothing is changed on the host, and everything passes that one process. "none": not at all."""
     network_exceptions: Annotated[list[str], NoDecode] = Field(default_factory=list)
     """`NAME=ADDRESS:PORT` or `NAME=ADDRESS:PORT/udp`: services in an always-blocked range that sandboxes may reach by
     that name, where their policy allows it. In the environment separated by commas."""

@@ -1,8 +1,9 @@
-"""The hub: the namespace in which all slots of an instance meet, and the one link by which it reaches the host.
+"""The hub: the namespace in which all slots of an instance meet, and the one way by which it reaches the host.
 
-The hub's address on that link stands for all slots (masquerade), so the host's routes know nothing but one /30. Its
-rules hold a second time what each router holds: a sandbox that got past its own router still reaches no other sandbox,
-no blocked range and nothing of the host.
+With NAT that is a link, and the hub's address on it stands for all slots (masquerade), so the host's routes know
+nothing but one /30. With the uplink in user space it is a device that a process serves (ADR 0015), and the host has
+nothing. Its rules hold a second time what each router holds: a sandbox that got past its own router still reaches no
+other sandbox, no blocked range and nothing of the host.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Literal
 
 from cpuos.errors import PlatformError, SetupRequired
 from cpuos.node.network.conntrack import ConntrackSocket, Flow, flow_key
@@ -27,14 +28,21 @@ from cpuos.node.network.namespaces import (
 )
 from cpuos.node.network.netlink import RouteNetlink
 from cpuos.node.network.nftables import NftContext
-from cpuos.node.network.plan import SLOT_PREFIX, UPLINK, BlockPlan, SlotPlan, host_link, host_table
+from cpuos.node.network.plan import SLOT_PREFIX, UPLINK, BlockPlan, SlotPlan, UplinkKind, host_link, host_table
 from cpuos.node.network.slot import ROUTING_SYSCTLS
+from cpuos.node.network.tap import open_tun
+from cpuos.node.network.uplink.packets import ACCEPTED, REFUSED
 from cpuos.types.blocked import ALWAYS_BLOCKED, BLOCKED_PORTS, Exemption
 
-__all__ = ["Hub", "host_rules", "hub_rules", "remove_host_network"]
+__all__ = ["Hub", "UserUplinkRules", "host_rules", "hub_rules", "remove_host_network"]
 
 _HOST_MAC, _UPLINK_MAC = "02:00:0a:00:00:05", "02:00:0a:00:00:06"
 _HUB_TABLE = "hub"
+_ACCEPTING_PORT, _REFUSING_PORT = 4000, 4001
+"""Of the hub itself, with the uplink in user space: where its process listens, and where nobody does."""
+_BACKLOG = 4096
+_DEVICE_BYTES = 65535
+"""So that an answer of any size goes in at once; the links to the slots make fragments of it."""
 _BRIEF = f"""
   ct timeout brief_tcp {{
     protocol tcp
@@ -53,12 +61,13 @@ class Hub:
     """Made by the first daemon and found again by the next: it lives on while sandboxes do."""
 
     def __init__(
-        self, folder: Path, *, instance_id: str, uplink: Literal["nat", "none"], exemptions: Sequence[Exemption] = ()
+        self, folder: Path, *, instance_id: str, uplink: UplinkKind, exemptions: Sequence[Exemption] = ()
     ) -> None:
         self._folder = folder
         self._instance_id = instance_id
         self._uplink = uplink
         self._exemptions = tuple(exemptions)
+        self._host_addresses: tuple[IPv4Address, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -81,12 +90,24 @@ class Hub:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self._folder / "block").write_text(f"{plan.network}\n")
             in_fresh_thread(self._make)
-        inside(self.path, lambda: _load(hub_rules(exemptions=self._exemptions)))
+        self._load_rules(plan)
         if self._uplink == "nat":
             self._join_host(plan)
         else:
             remove_host_network(self._instance_id)
+            inside(self.path, _delete_uplink)
         inside(self.path, lambda: set_sysctls({"net/ipv4/ip_forward": "1"}))
+
+    def open_user_uplink(self, plan: BlockPlan) -> tuple[int, socket.socket]:
+        """The device by which packets leave, which goes with its last descriptor, and the socket to which connections
+        come back. Blocks."""
+        return inside(self.path, lambda: _make_user_uplink(plan))
+
+    def set_host_addresses(self, plan: BlockPlan, addresses: Sequence[IPv4Address]) -> None:
+        """With the uplink in user space the host's own addresses are refused here too: no table of the host does it."""
+        if self._uplink == "user" and tuple(addresses) != self._host_addresses:
+            self._host_addresses = tuple(addresses)
+            self._load_rules(plan)
 
     def remove(self) -> None:
         """Take it away with the host's link and table. Nothing there is fine."""
@@ -111,6 +132,11 @@ class Hub:
                 for flow in ended:
                     _end_on_host(host, flow, hub_address=plan.hub_address)
         return len(ended)
+
+    def _load_rules(self, plan: BlockPlan) -> None:
+        user_uplink = UserUplinkRules(plan=plan, host_addresses=self._host_addresses)
+        rules = hub_rules(exemptions=self._exemptions, user_uplink=user_uplink if self._uplink == "user" else None)
+        inside(self.path, lambda: _load(rules))
 
     def _make(self) -> None:
         os.close(new_namespace())
@@ -162,9 +188,61 @@ def remove_host_network(instance_id: str) -> list[str]:
     return removed
 
 
-def hub_rules(*, exemptions: Sequence[Exemption] = ()) -> str:
+@dataclass(frozen=True, kw_only=True)
+class UserUplinkRules:
+    plan: BlockPlan
+    host_addresses: tuple[IPv4Address, ...] = ()
+
+    def chains(self) -> str:
+        """A SYN goes out untracked, so that the one which comes back begins the connection: to the hub itself."""
+        ports = f"{{ {_ACCEPTING_PORT}, {_REFUSING_PORT} }}"
+        address = self.plan.hub_address
+        return f"""
+  chain untracked {{
+    type filter hook prerouting priority raw;
+    iifname "{SLOT_PREFIX}*" tcp flags & (fin | syn | rst | ack) == syn notrack
+  }}
+  chain returned {{
+    type nat hook prerouting priority dstnat;
+    iifname "{UPLINK}" meta l4proto tcp ip dscp {ACCEPTED} dnat to {address}:{_ACCEPTING_PORT}
+    iifname "{UPLINK}" meta l4proto tcp ip dscp {REFUSED} dnat to {address}:{_REFUSING_PORT}
+  }}
+  chain input {{
+    type filter hook input priority filter; policy drop;
+    ct status dnat tcp dport {ports} accept
+  }}
+  chain output {{
+    type filter hook output priority filter; policy drop;
+    meta l4proto icmp accept
+    ct status dnat tcp sport {ports} accept
+  }}"""
+
+    def refusals(self) -> str:
+        """After what is exempt, which the uplink's process does not dial either if it is the host's own."""
+        if not self.host_addresses:
+            return ""
+        return f'iifname "{SLOT_PREFIX}*" ip daddr {{ {", ".join(map(str, self.host_addresses))} }} counter drop'
+
+
+_LINK_CHAINS = f"""
+  chain input {{
+    type filter hook input priority filter; policy drop;
+  }}
+  chain output {{
+    type filter hook output priority filter; policy drop;
+    meta l4proto icmp accept
+  }}
+  chain postrouting {{
+    type nat hook postrouting priority srcnat;
+    oifname "{UPLINK}" masquerade
+  }}"""
+
+
+def hub_rules(*, exemptions: Sequence[Exemption] = (), user_uplink: UserUplinkRules | None = None) -> str:
     """One transaction that puts the hub's table in place of an earlier one."""
     slots = f'iifname "{SLOT_PREFIX}*"'
+    refusals = user_uplink.refusals() if user_uplink is not None else ""
+    chains = user_uplink.chains() if user_uplink is not None else _LINK_CHAINS
     return f"""
 table ip {_HUB_TABLE} {{}}
 delete table ip {_HUB_TABLE}
@@ -178,23 +256,13 @@ table ip {_HUB_TABLE} {{
     ct state established,related accept
     {slots} oifname != "{UPLINK}" counter drop
     {slots} ip daddr . meta l4proto . th dport @exempt accept
+    {refusals}
     {slots} ip daddr @blocked counter drop
     {slots} tcp dport {{ {", ".join(map(str, sorted(BLOCKED_PORTS)))} }} counter drop
     {slots} meta l4proto {{ tcp, udp }} accept
     {slots} icmp type echo-request accept
     counter
-  }}
-  chain input {{
-    type filter hook input priority filter; policy drop;
-  }}
-  chain output {{
-    type filter hook output priority filter; policy drop;
-    meta l4proto icmp accept
-  }}
-  chain postrouting {{
-    type nat hook postrouting priority srcnat;
-    oifname "{UPLINK}" masquerade
-  }}
+  }}{chains}
 }}
 """
 
@@ -263,6 +331,30 @@ def _raise_uplink(plan: BlockPlan) -> None:
         hub.set_up(UPLINK)
         hub.set_neighbour(UPLINK, str(plan.host_address), mac=_HOST_MAC)
         hub.set_route(UPLINK, "0.0.0.0/0", gateway=str(plan.host_address))
+
+
+def _delete_uplink() -> None:
+    with RouteNetlink() as hub:
+        hub.delete_link(UPLINK)
+
+
+def _make_user_uplink(plan: BlockPlan) -> tuple[int, socket.socket]:
+    with contextlib.ExitStack() as opened:
+        _delete_uplink()  # of a daemon that ended a moment ago
+        device = open_tun(UPLINK)
+        opened.callback(os.close, device)
+        with RouteNetlink() as hub:
+            hub.set_mtu(UPLINK, _DEVICE_BYTES)
+            hub.set_address(UPLINK, f"{plan.hub_address}/30")
+            hub.set_up(UPLINK)
+            hub.set_route(UPLINK, "0.0.0.0/0")
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        listener = opened.enter_context(socket.socket(socket.AF_INET, kind))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((str(plan.hub_address), _ACCEPTING_PORT))
+        listener.listen(_BACKLOG)
+        opened.pop_all()
+    return device, listener
 
 
 def _load(rules: str) -> None:

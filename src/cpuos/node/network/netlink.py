@@ -19,7 +19,7 @@ _NLM_F_DUMP = 0x300
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _RTM_NEWLINK, _RTM_DELLINK, _RTM_SETLINK, _RTM_NEWADDR, _RTM_GETADDR = 16, 17, 19, 20, 22
 _RTM_NEWROUTE, _RTM_GETROUTE, _RTM_NEWNEIGH = 24, 26, 28
-_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 18, 28
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 4, 18, 28
 _IFLA_INFO_KIND, _IFLA_INFO_DATA, _VETH_INFO_PEER = 1, 2, 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _NDA_DST, _NDA_LLADDR = 1, 2
@@ -135,6 +135,21 @@ class RouteNetlink:
             if family == socket.AF_INET and packed:
                 found.append((_device(struct.pack("=I", index)), ipaddress.IPv4Interface((packed, prefix))))
         return found
+
+    def leads_away(self, address: ipaddress.IPv4Address) -> bool:
+        """Whether a packet to it would leave this host: it is none of its own, no broadcast, and there is a way."""
+        self._number += 1
+        body = _ROUTE.pack(socket.AF_INET, 32, *[0] * 7) + _attribute(_RTA_DST, address.packed)
+        self._socket.send(_HEADER.pack(_HEADER.size + len(body), _RTM_GETROUTE, _NLM_F_REQUEST, self._number, 0) + body)
+        answer = self._socket.recv(65536)
+        _, kind, _, number, _ = _HEADER.unpack_from(answer)
+        if number != self._number or kind not in (_RTM_NEWROUTE, _NLMSG_ERROR):
+            raise OSError(errno.EPROTO, "unexpected netlink answer")
+        return kind == _RTM_NEWROUTE and _ROUTE.unpack_from(answer, _HEADER.size)[7] == _RTN_UNICAST
+
+    def set_mtu(self, name: str, size: int) -> None:
+        body = _LINK.pack(socket.AF_UNSPEC, 0, socket.if_nametoindex(name), 0, 0)
+        self._ask(_RTM_SETLINK, 0, body + _attribute(_IFLA_MTU, struct.pack("=I", size)))
 
     def _dump(self, kind: int, body: bytes) -> Iterator[bytes]:
         self._number += 1

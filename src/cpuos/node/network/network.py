@@ -15,25 +15,27 @@ import asyncio
 import contextlib
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Literal
 
 import structlog
 
 from cpuos.errors import CpuosError, InvalidRequest, NotFound, PlatformError
 from cpuos.node.network.block import choose_block, read_routes, taken_addresses
+from cpuos.node.network.conntrack import Flow
 from cpuos.node.network.hub import Hub
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.maker import SlotRecipe
-from cpuos.node.network.plan import BlockPlan, host_link
+from cpuos.node.network.plan import BlockPlan, SlotPlan, UplinkKind, host_link
 from cpuos.node.network.pool import SlotNumbers, SlotPool
 from cpuos.node.network.router import Counters, Router
 from cpuos.node.network.slot import arm_slot, guest_name, open_socket, release_slot, router_name
 from cpuos.node.network.surroundings import Surroundings, read_surroundings
 from cpuos.node.network.taken import TakenSlot
+from cpuos.node.network.user_uplink import UserUplink
 from cpuos.node.network.worker_set import WorkerConfig, WorkerSet
 from cpuos.runtimes.base import AGENT_PORT, GUEST_ADDRESS, GuestLink
 from cpuos.types.exceptions import parse_exceptions
@@ -57,7 +59,7 @@ class NetworkConfig:
     folder: Path
     instance_id: str
     block: str
-    uplink: Literal["nat", "none"]
+    uplink: UplinkKind
     exceptions: tuple[str, ...]
     dns_servers: tuple[str, ...]
     pool: int
@@ -84,13 +86,16 @@ class Network:
         self._hub = Hub(
             config.folder, instance_id=config.instance_id, uplink=config.uplink, exemptions=self._exemptions
         )
+        self._user_uplink: UserUplink | None = None
+        if config.uplink == "user":
+            self._user_uplink = UserUplink(self._hub, exemptions=self._exemptions, limits=config.limits)
         self._slots: dict[str, TakenSlot] = {}
         self._surroundings = Surroundings()
         self._watch: asyncio.Task[None] | None = None
         self.workers = WorkerSet(
             WorkerConfig(
                 # Without an uplink no question leaves the host either: it would carry out what the guest likes.
-                resolvers=resolvers if config.uplink == "nat" else (),
+                resolvers=resolvers if config.uplink != "none" else (),
                 exemptions=self._exemptions,
                 state_dir=config.state_dir,
                 socket_path=config.socket_path,
@@ -108,6 +113,8 @@ class Network:
         try:
             self._plan = await asyncio.to_thread(self._open_hub)
             self._surroundings = await asyncio.to_thread(self._look_around)
+            if self._user_uplink is not None:
+                await self._user_uplink.start(self._plan, self._surroundings.addresses)
             await asyncio.to_thread(self._remove_unused)
         except OSError as problem:
             raise PlatformError("cannot make the sandboxes' network", str(problem), hint="cpuos doctor") from problem
@@ -129,6 +136,8 @@ class Network:
         await self.pool.close()
         await self.tap_pool.close()
         await self.workers.close()
+        if self._user_uplink is not None:
+            await self._user_uplink.close()
         await asyncio.gather(*(slot.close() for slot in self._slots.values()))
         self._slots.clear()
 
@@ -184,8 +193,20 @@ class Network:
             learned = await self.workers.change(sandbox_id, policy)
             await slot.apply(policy, learned=learned)
             cut = await slot.cut()
-        await asyncio.to_thread(self._hub.end_flows, slot.plan, cut)
+        await self._end_flows(slot.plan, cut)
         log.info("network policy in place", sandbox=sandbox_id, version=policy.version, connections_cut=len(cut))
+
+    async def open(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        """Put the first policy in force in a slot that let nothing through so far: nothing is open that it may forbid,
+        and no name was answered."""
+        slot = self._taken(sandbox_id)
+        async with slot.lock:
+            outcomes = await asyncio.gather(
+                slot.apply(policy), self.workers.change(sandbox_id, policy), return_exceptions=True
+            )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def readopt(self, sandbox_id: str, policy: EffectivePolicy) -> None:
         """After a restart of the node: open the slot of a running sandbox again, and see that this policy holds.
@@ -245,7 +266,7 @@ class Network:
         if slot is None and not link.is_symlink():
             return
         with contextlib.suppress(OSError, ValueError):  # half-made, or its hub is gone
-            await asyncio.to_thread(self._hub.end_flows, self._plan.slot(int(os.readlink(link))))
+            await self._end_flows(self._plan.slot(int(os.readlink(link))))
         await self.workers.shut(sandbox_id, slot)
         if slot is not None:
             await slot.close()
@@ -267,6 +288,12 @@ class Network:
         return slot
 
     # the hub
+
+    async def _end_flows(self, plan: SlotPlan, flows: Collection[Flow] | None = None) -> None:
+        """Of a slot, or those of them that its router cut."""
+        if self._user_uplink is not None:
+            await self._user_uplink.end(plan.address, flows)
+        await asyncio.to_thread(self._hub.end_flows, plan, flows)
 
     def _open_hub(self) -> BlockPlan:
         config = self._config
@@ -346,6 +373,8 @@ class Network:
                 if seen == self._surroundings and followed:
                     continue
                 self._surroundings, followed = seen, False
+                if self._user_uplink is not None:
+                    await self._user_uplink.set_host_addresses(seen.addresses)
                 log.info("host network changed", addresses=[*map(str, seen.addresses)], reach=[*map(str, seen.reach)])
                 await asyncio.gather(*(slot.set_surroundings(seen) for slot in list(self._slots.values())))
                 await self.workers.set_surroundings(seen)
@@ -356,7 +385,11 @@ class Network:
                 log.exception("host network not followed yet")
 
     def _look_around(self) -> Surroundings:
-        return read_surroundings(self._config.uplink, own_link=host_link(self._config.instance_id))
+        is_down = self._user_uplink is not None and self._user_uplink.is_down
+        uplink = "none" if is_down else self._config.uplink
+        seen = read_surroundings(uplink, own_link=host_link(self._config.instance_id))
+        self._hub.set_host_addresses(self._plan, seen.addresses)
+        return seen
 
 
 def _release_linked(link: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
+from typing import Literal
 
 __all__ = [
     "GUEST_MAC",
@@ -21,6 +22,7 @@ __all__ = [
     "WAN_MAC",
     "BlockPlan",
     "SlotPlan",
+    "UplinkKind",
     "host_link",
     "host_table",
 ]
@@ -29,6 +31,9 @@ WAN, LAN = "wan", "lan"
 """The two devices of a router."""
 UPLINK = "host"
 """The hub's device towards the host."""
+UplinkKind = Literal["nat", "user", "none"]
+"""As in the settings: what that device is. A link to the host, which masquerades; the end of a process that makes
+ordinary sockets there; nothing."""
 SLOT_PREFIX = "u"
 """The hub's device towards slot N is uN."""
 

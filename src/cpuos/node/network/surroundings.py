@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, collapse_addresses
-from typing import Literal
 
 from cpuos.node.network.netlink import Route, RouteNetlink
+from cpuos.node.network.plan import UplinkKind
 
 __all__ = ["EVERYWHERE", "NO_UPLINK", "Surroundings", "is_reached", "reach_of", "read_surroundings"]
 
@@ -26,11 +26,11 @@ class Surroundings:
     """Where the host has a way to. The rest is refused as `NO_UPLINK`, instead of being sent to nowhere."""
 
 
-def read_surroundings(uplink: Literal["nat", "none"], *, own_link: str) -> Surroundings:
+def read_surroundings(uplink: UplinkKind, *, own_link: str) -> Surroundings:
     """Of the namespace of the calling thread."""
     with RouteNetlink() as host:
         addresses = tuple(sorted({address.ip for _, address in host.addresses() if not address.ip.is_loopback}))
-        reach = reach_of(host.routes(), own_link=own_link) if uplink == "nat" else ()
+        reach = reach_of(host.routes(), own_link=own_link) if uplink != "none" else ()
     return Surroundings(addresses=addresses, reach=reach)
 
 

@@ -1,4 +1,4 @@
-"""A tap device: frames that a VMM writes come out of it, as if a cable led to the guest."""
+"""A tap device: frames that a VMM writes come out of it, as if a cable led to the guest. And a tun, for packets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import socket
 import struct
 
-__all__ = ["make_tap", "open_tap"]
+__all__ = ["make_tap", "open_tap", "open_tun"]
 
 # linux/if_tun.h, linux/sockios.h, linux/if_arp.h
 _TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
-_IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
+_IFF_TUN, _IFF_TAP, _IFF_NO_PI = 0x0001, 0x0002, 0x1000
 _SIOCSIFHWADDR, _ARPHRD_ETHER = 0x8924, 1
 _REQUEST = struct.Struct("16sH22x")
 
@@ -31,9 +31,18 @@ def make_tap(name: str, *, mac: str) -> None:
 
 def open_tap(name: str) -> int:
     """The other end of the device of this name, made where there is none: one frame a read or write."""
+    return _open(name, _IFF_TAP)
+
+
+def open_tun(name: str) -> int:
+    """A new device of this name that ends with its last descriptor: one IP packet a read or write."""
+    return _open(name, _IFF_TUN)
+
+
+def _open(name: str, kind: int) -> int:
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        fcntl.ioctl(descriptor, _TUNSETIFF, _REQUEST.pack(name.encode(), _IFF_TAP | _IFF_NO_PI))
+        fcntl.ioctl(descriptor, _TUNSETIFF, _REQUEST.pack(name.encode(), kind | _IFF_NO_PI))
     except OSError:
         os.close(descriptor)
         raise

@@ -74,25 +74,27 @@ class Allowance:
 
 
 class Relay:
-    """Between a guest and a server. What the guest sends passes the gate. Both sockets are the relay's."""
+    """Between a guest and a server. What the guest sends passes the gate, where there is one. Both sockets are the
+    relay's."""
 
     def __init__(
         self,
         guest: socket.socket,
         server: socket.socket,
         *,
-        gate: Gate,
         share: Share,
-        allowance: Allowance,
-        on_refused: Callable[[Refused], None],
+        gate: Gate | None = None,
+        allowance: Allowance | None = None,
+        on_refused: Callable[[Refused], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._gate, self._on_refused = gate, on_refused
         self._guest, self._server = guest, server
         self._over = asyncio.Event()
         self._allowance = allowance
-        self._up = _Pump(self, guest, server, share=share, change=None if gate.is_transparent else self._pass_gate)
-        self._down = _Pump(self, server, guest, share=share, change=self._see_answer if gate.is_holding else None)
+        up = None if gate is None or gate.is_transparent else self._pass_gate
+        self._up = _Pump(self, guest, server, share=share, change=up)
+        self._down = _Pump(self, server, guest, share=share, change=self._see_answer if self._is_holding else None)
 
     @property
     def sent(self) -> int:
@@ -112,7 +114,7 @@ class Relay:
                 for option, value in _KEEPALIVE:
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
-            self._up.start(is_paused=self._gate.is_holding)
+            self._up.start(is_paused=self._is_holding)
             self._down.start()
             if first:
                 self._up.push(first)
@@ -126,7 +128,7 @@ class Relay:
         """End it by resets, unless it has ended. What was refused is told before the guest can know."""
         if self._over.is_set():
             return
-        if refusal is not None:
+        if refusal is not None and self._on_refused is not None:
             self._on_refused(refusal)
         self._stop()
         for connection in (self._guest, self._server):
@@ -143,7 +145,13 @@ class Relay:
         self._up.stop()
         self._down.stop()
 
+    @property
+    def _is_holding(self) -> bool:
+        return self._gate is not None and self._gate.is_holding
+
     def _pass_gate(self, data: bytes) -> bytes:
+        assert self._gate is not None
+        assert self._allowance is not None
         begun = time.perf_counter()
         passed = self._gate.feed(data) if data else self._gate.end()
         if rest_s := self._allowance.spend(time.perf_counter() - begun):
@@ -156,6 +164,7 @@ class Relay:
         return passed
 
     def _see_answer(self, data: bytes) -> bytes:
+        assert self._gate is not None
         if not data:
             return data
         waiting = self._gate.see_answer(data)

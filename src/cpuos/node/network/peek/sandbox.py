@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 
+from cpuos.node.network.dialling import dial
 from cpuos.node.network.judge import Judge, Judgement
 from cpuos.node.network.peek.feed import PeekFeed
 from cpuos.node.network.peek.gate import Gate, Refused
@@ -183,7 +182,7 @@ class PeekedSandbox:
         problem: Exception | None = None
         try:
             async with asyncio.timeout(self._world.limits.dial_s):
-                await _dial(server, (str(connection.address), connection.port))
+                await dial(server, (str(connection.address), connection.port))
         except (OSError, TimeoutError) as error:
             problem = error
         except BaseException:
@@ -229,19 +228,3 @@ class PeekedSandbox:
         self._world.feed.refused_connection(
             self._sandbox, connection.address, connection.port, name=refusal.name, rule=refusal.rule
         )
-
-
-async def _dial(server: socket.socket, place: tuple[str, int]) -> None:
-    """As `loop.sock_connect`, which may want a thread even for an address: a worker can have none."""
-    number = server.connect_ex(place)
-    if number == errno.EINPROGRESS:
-        loop = asyncio.get_running_loop()
-        writable = asyncio.Event()
-        loop.add_writer(server.fileno(), writable.set)
-        try:
-            await writable.wait()
-        finally:
-            loop.remove_writer(server.fileno())
-        number = server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if number:
-        raise OSError(number, os.strerror(number))

@@ -4,7 +4,7 @@ in their own alphabets, in lists with an end."""
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ from cpuos.types.network import EffectivePolicy
 
 __all__ = [
     "Close",
+    "EndFlows",
+    "EndedFlow",
     "Host",
     "Hub",
     "Learn",
@@ -55,7 +57,9 @@ class Start(Message):
     peer_uids: list[int] = Field(default_factory=list)
     """records: who may ask there, beside root."""
     limits: NetworkLimits = NetworkLimits()
-    """dns and peek: what the kernel lets one sandbox have; theirs follow from it."""
+    """dns, peek and uplink: what the kernel lets one sandbox have; theirs follow from it."""
+    exemptions: list[Exemption] = Field(default_factory=list)
+    """uplink: what it dials of always-blocked ranges."""
 
 
 class Ping(Message):
@@ -118,6 +122,23 @@ class Close(Message):
 
     op: ClassVar[str] = "close"
     sandbox: SandboxId
+
+
+class EndedFlow(Message):
+    """As the hub sees it: the slot's source port, and where it went."""
+
+    protocol: Literal["tcp", "udp"]
+    source_port: int = Field(ge=0, le=65535)
+    address: ipaddress.IPv4Address
+    port: int = Field(ge=0, le=65535)
+
+
+class EndFlows(Message):
+    """uplink: break off connections of a slot; without `flows`, all of them."""
+
+    op: ClassVar[str] = "end"
+    slot_address: ipaddress.IPv4Address
+    flows: list[EndedFlow] | None = None
 
 
 class Sockets(Message):
