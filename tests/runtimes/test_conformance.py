@@ -23,6 +23,16 @@ class TestGvisorLifecycle(LifecycleConformance):
     pass
 
 
+@pytest.mark.microvm
+class TestMicrovmConformance(SandboxConformance):
+    """With a kernel of its own for each sandbox, emulated where KVM does not boot."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def client(cls, microvm_instance: Instance) -> Client:
+        return microvm_instance.client()
+
+
 class TestFakeConformance(SandboxConformance):
     """The fake runs commands as plain processes of this machine: what isolation and users give, it cannot."""
 

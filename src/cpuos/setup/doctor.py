@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpuos.settings import RUNSC_VERSION, Settings, load_settings
 from cpuos.setup.agent import agent_is_current
@@ -21,6 +22,9 @@ from cpuos.setup.runsc import runsc_is_current, sidecars_are_current
 from cpuos.setup.source import environment_is_current, environment_path, readable_python
 from cpuos.setup.templates import TEMPLATES, Template, template_is_current
 from cpuos.setup.users import USERS, users_exist
+
+if TYPE_CHECKING:
+    from cpuos.runtimes.microvm.probe import Prober
 
 __all__ = ["Check", "CheckState", "doctor", "doctor_lines"]
 
@@ -37,7 +41,7 @@ def doctor(settings: Settings | None = None, *, probe: bool = True) -> list[Chec
         checks += [_look_at_template(host, template) for template in TEMPLATES if _is_wanted(host, template)]
         checks += look_at_network(host)
         if probe:
-            checks.append(_probe(host))
+            checks += [_probe(host), _probe_microvm(host)]
         checks += _look_at_services(settings)
     return checks
 
@@ -222,6 +226,35 @@ def _probe(host: Host) -> Check:
     if found.available:
         return ok("test boot", found.detail)
     return missing("test boot", found.reason, fix=SETUP)
+
+
+def _probe_microvm(host: Host) -> Check:
+    """The level that microVMs give here, and what was seen. Kept findings are not believed."""
+    from cpuos.runtimes.microvm.probe import Prober
+
+    name, image = "microvm", host.settings.microvm_dir
+    if not (image / "manifest.json").exists():
+        return ok(name, "not set up, sandboxes run in gVisor; to have them: sudo cpuos setup microvm")
+    if os.geteuid() != 0:
+        return warn(name, "only root can boot a machine", fix="sudo cpuos doctor")
+    with tempfile.TemporaryDirectory(prefix="cpuos-doctor-") as folder:
+        prober = Prober(image, kept=Path(folder) / "probe.json", folder=Path(folder) / "probe", fresh=True)
+        found = asyncio.run(_ask_prober(prober))
+    if isinstance(found, str):
+        return warn(name, found, fix=f"{SETUP} microvm")
+    level, seen = found
+    return ok(name, f"level {level}; {seen}")
+
+
+async def _ask_prober(prober: Prober) -> tuple[str, str] | str:
+    """Level and evidence, or why there is none."""
+    probe = await prober.probe()
+    if not probe.available:
+        return probe.reason
+    seen = "; ".join(
+        f"{finding.vmm} {'kvm' if finding.kvm else 'tcg'}: {finding.evidence}" for finding in await prober.findings()
+    )
+    return f"{probe.isolation} ({probe.detail})", seen
 
 
 def _look_at_services(settings: Settings) -> Iterator[Check]:

@@ -8,6 +8,7 @@ between distributions stands in this file alone.
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import json
@@ -16,9 +17,11 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpuos.errors import SetupRequired
 from cpuos.setup import initrd
@@ -27,7 +30,10 @@ from cpuos.setup.engine import Step
 from cpuos.setup.host import Host
 from cpuos.setup.kernel import extract_kernel
 
-__all__ = ["KernelSource", "build_image", "image_is_current", "microvm_steps", "module_order"]
+if TYPE_CHECKING:
+    from cpuos.runtimes.microvm.probe import Prober
+
+__all__ = ["QEMU", "KernelSource", "build_image", "image_is_current", "microvm_steps", "module_order"]
 
 QEMU = Path("/usr/bin/qemu-system-x86_64")
 _QEMU_PACKAGES = ("qemu-system-x86",)
@@ -79,6 +85,13 @@ def microvm_steps(source: KernelSource) -> list[Step]:
             run=partial(build_image, source=source),
             disk_mib=70,
             duration_s=5,
+        ),
+        Step(
+            name="microvm probe",
+            plan="boots a guest with KVM, and without, and keeps what was seen",
+            is_done=_is_probed,
+            run=_probe,
+            duration_s=10,
         ),
     ]
     return steps
@@ -161,6 +174,27 @@ def _entries(modules: Path | None, *, agent: Path) -> Iterator[initrd.Entry]:
     for name, path in zip(names, order, strict=True):
         yield initrd.file(f"modules/{name}", _module_bytes(path))
     yield initrd.file("init", agent.read_bytes(), executable=True)
+
+
+def _prober(host: Host, folder: Path, *, fresh: bool = False) -> Prober:
+    from cpuos.runtimes.microvm.probe import KEPT, Prober
+
+    image = host.settings.microvm_dir
+    return Prober(image, kept=image / KEPT, folder=folder, fresh=fresh)
+
+
+def _is_probed(host: Host) -> bool:
+    try:
+        return _prober(host, Path("/nonexistent")).is_known()
+    except SetupRequired:
+        return False
+
+
+def _probe(host: Host) -> None:
+    """What works here is no matter of set-up's success: the doctor tells it."""
+    with tempfile.TemporaryDirectory(prefix="cpuos-probe-") as folder:
+        for finding in asyncio.run(_prober(host, Path(folder), fresh=True).findings()):
+            host.note(f"{finding.vmm}, {'kvm' if finding.kvm else 'tcg'}: {finding.evidence}")
 
 
 def _install_qemu(host: Host) -> None:

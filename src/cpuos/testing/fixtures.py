@@ -14,6 +14,7 @@ import pytest
 from cpuos.client import AsyncClient, Client
 from cpuos.errors import CpuosError
 from cpuos.settings import load_settings
+from cpuos.setup.microvm import QEMU
 from cpuos.testing.instance import Instance
 from cpuos.testing.sealed import SealedInstance, SealedWorld
 
@@ -22,6 +23,7 @@ __all__ = [
     "client",
     "fake_instance",
     "instance",
+    "microvm_instance",
     "pytest_collection_modifyitems",
     "pytest_runtest_makereport",
     "sealed",
@@ -31,15 +33,17 @@ __all__ = [
 
 RUNTIME_VARIABLE = "CPUOS_TESTING_RUNTIME"
 MAX_SANDBOXES = 12
+MAX_MICROVMS = 6
 LOG_LINES = 150
 LIVE = {"creating", "running", "stopping"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _why_not_gvisor()
+    reasons = {"gvisor": _why_not_gvisor(), "microvm": _why_not_microvm()}
     for item in items:
-        if reason and item.get_closest_marker("gvisor"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -64,6 +68,13 @@ def instance() -> Iterator[Instance]:
 def fake_instance() -> Iterator[Instance]:
     """Always the fake runtime: fast, and nothing is isolated."""
     with Instance(runtime="fake", max_sandboxes=MAX_SANDBOXES) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="session")
+def microvm_instance() -> Iterator[Instance]:
+    """Sandboxes with a kernel of their own; emulated where KVM does not boot."""
+    with Instance(runtime="microvm", max_sandboxes=MAX_MICROVMS, allow_emulated=True) as instance:
         yield instance
 
 
@@ -123,4 +134,14 @@ def _why_not_gvisor() -> str:
     for path in (settings.runsc_path, settings.agent_path, settings.template_dir / "python" / "root.erofs"):
         if not path.exists():
             return f"set-up has not made {path}; run `cpuos setup`"
+    return ""
+
+
+def _why_not_microvm() -> str:
+    if reason := _why_not_gvisor():
+        return reason
+    settings = load_settings()
+    for path in (QEMU, settings.microvm_dir / "manifest.json"):
+        if not path.exists():
+            return f"set-up has not made {path}; run `cpuos setup microvm`"
     return ""

@@ -30,10 +30,11 @@ from cpuos.runtimes.microvm.qemu import Qemu
 from cpuos.runtimes.microvm.vmm import Machine, Vmm
 from cpuos.types.sandbox import Isolation
 
-__all__ = ["Finding", "Prober", "candidates"]
+__all__ = ["KEPT", "Finding", "Prober", "candidates"]
 
 log = structlog.get_logger("cpuos.node")
 
+KEPT = "probe.json"
 KVM_BOOT_S, EMULATED_BOOT_S = 10.0, 40.0
 _MEMORY_MIB = 256
 _MAX_SAID = 256 << 10
@@ -61,7 +62,7 @@ class Prober:
     def __init__(
         self, image_dir: Path, *, kept: Path, folder: Path, vmms: Sequence[Vmm] | None = None, fresh: bool = False
     ) -> None:
-        """`kept`: where findings are kept; `fresh`: do not believe them."""
+        """`kept`: where findings are kept, beside those that set-up has made; `fresh`: do not believe either."""
         self._image_dir = image_dir
         self._kept = kept
         self._folder = folder
@@ -152,13 +153,18 @@ class Prober:
             return True, f"a guest answered after {asyncio.get_running_loop().time() - started:.1f} s"
         return False, _what_was_seen(vmm, said, how="before it ended" if ended else f"in {limit_s:.0f} s")
 
+    def is_known(self) -> bool:
+        """Whether a look at this host is kept; blocks."""
+        return self._read(_identity(find_image(self._image_dir), self._vmms)) is not None
+
     def _read(self, identity: str) -> list[Finding] | None:
-        try:
-            kept = json.loads(self._kept.read_text())
-            if kept["identity"] == identity:
-                return [Finding(**finding) for finding in kept["findings"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+        for path in (self._kept, self._image_dir / KEPT):
+            try:
+                kept = json.loads(path.read_text())
+                if kept["identity"] == identity:
+                    return [Finding(**finding) for finding in kept["findings"]]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
         return None
 
     def _write(self, identity: str, findings: list[Finding]) -> None:
