@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bare import ControlExec, RawTcp
 from cpuos import Sandbox
@@ -40,8 +41,13 @@ def put_first(instance_id: str, *, processes: Iterable[int] = ()) -> None:
 
 
 def prefer(process: int) -> None:
-    """Have a process with its session come before what else runs on the host."""
-    os.setpriority(os.PRIO_PROCESS, process, _HIGHEST)
+    """Have a process with its threads and its session come before what else runs on the host."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread), _HIGHEST)
+        for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
+            with suppress(FileNotFoundError):
+                prefer(int(child))  # the node's workers are its children
     session = Path(f"/proc/{process}/autogroup")  # where sessions are scheduled as groups, it is theirs that counts
     if session.exists():
         session.write_text(str(_HIGHEST))
@@ -55,6 +61,8 @@ class Stage:
         """Turns of the long measurements; short ones take many times as many."""
         self.growth_mib: dict[str, float] = {}
         """The most that each daemon grew over a large transfer so far."""
+        self.kept: dict[str, Any] = {}
+        """What one figure has measured and another tells of too."""
         self._stack = ExitStack()
 
     def close(self) -> None:

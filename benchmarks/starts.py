@@ -34,7 +34,7 @@ from cpuos.settings import load_settings
 from cpuos.testing.loose_slots import LooseSlots
 from cpuos.types.sandbox import SandboxCreate
 
-__all__ = ["BareStarts", "create_to_first_exec"]
+__all__ = ["BareStarts", "bare_starts", "create_to_first_exec"]
 
 _INSTANCE = "bench0"
 
@@ -48,7 +48,7 @@ def _enter_own_mounts() -> None:
 def create_to_first_exec(stage: Stage) -> Measured:
     """Cold, and each alone on the host: what was made is removed before the next turn."""
     product, bare = [], []
-    with _bare_starts(stage.folder) as start_bare:
+    with bare_starts(stage.folder) as start_bare:
         for _ in range(3 * stage.rounds + 1):
             since = time.perf_counter()
             sandbox = Sandbox.create(client=stage.client)
@@ -62,9 +62,10 @@ def create_to_first_exec(stage: Stage) -> Measured:
 
 
 @contextmanager
-def _bare_starts(folder: Path) -> Iterator[Callable[[], float]]:
-    """A process beside this one, in a mount namespace of its own; each call is one start's seconds."""
-    command = [sys.executable, "-m", "benchmarks.starts", "--serve", str(folder)]
+def bare_starts(folder: Path, *, exec_too: bool = False) -> Iterator[Callable[[], float]]:
+    """A process beside this one, in a mount namespace of its own; each call is one start's seconds, with `exec_too` to
+    the end of a first `runsc exec`."""
+    command = [sys.executable, "-m", "benchmarks.starts", "--serve-exec" if exec_too else "--serve", str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -79,16 +80,16 @@ def _bare_starts(folder: Path) -> Iterator[Callable[[], float]]:
             raise RuntimeError("the bare starts did not end in order")
 
 
-def _serve(folder: Path) -> None:
+def _serve(folder: Path, *, exec_too: bool) -> None:
     with BareStarts(folder) as starts, asyncio.Runner() as runner:
         for turn, _ in enumerate(sys.stdin):
-            print(runner.run(_bare_turn(starts, turn)), flush=True)
+            print(runner.run(_bare_turn(starts, turn, exec_too=exec_too)), flush=True)
 
 
-async def _bare_turn(starts: BareStarts, turn: int) -> float:
+async def _bare_turn(starts: BareStarts, turn: int, *, exec_too: bool = False) -> float:
     spec = await starts.prepare(turn)
     try:
-        return await starts.run_bare(spec)
+        return await starts.run_bare(spec) + (starts.exec_bare(spec) if exec_too else 0.0)
     finally:
         await starts.remove(spec)
 
@@ -154,6 +155,13 @@ class BareStarts:
         run_detached(command)
         return time.perf_counter() - since
 
+    def exec_bare(self, spec: SandboxSpec) -> float:
+        """Seconds of `runsc exec` of the smallest program."""
+        command = [str(self._settings.runsc_path), "--root", str(self._root), "exec", spec.id, "/bin/true"]
+        since = time.perf_counter()
+        run_detached(command)
+        return time.perf_counter() - since
+
     async def remove(self, spec: SandboxSpec) -> None:
         with self._noted("destroy"):
             await self.runtime.destroy(spec.id)
@@ -205,8 +213,8 @@ async def _break_down(starts: BareStarts, count: int) -> dict[str, float]:
 def main() -> None:
     """`python -m benchmarks.starts`."""
     _enter_own_mounts()
-    if sys.argv[1:2] == ["--serve"]:
-        _serve(Path(sys.argv[2]))
+    if sys.argv[1:2] in (["--serve"], ["--serve-exec"]):
+        _serve(Path(sys.argv[2]), exec_too=sys.argv[1] == "--serve-exec")
         return
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     with tempfile.TemporaryDirectory(prefix="cpuos-bench-") as folder, BareStarts(Path(folder)) as starts:

@@ -26,6 +26,7 @@ from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
     NodeFacts,
     NodeSandboxCreate,
+    PoolFacts,
     Restored,
     RuntimeFacts,
     SandboxFacts,
@@ -33,7 +34,7 @@ from cpuos.types.node import (
     SnapshotFacts,
     TemplateFacts,
 )
-from cpuos.types.sandbox import Isolation
+from cpuos.types.sandbox import Isolation, StartedFrom
 
 
 class ManualClock:
@@ -98,6 +99,7 @@ class FakeNode:
         ]
         self.restores = Restored.MEMORY
         """What comes back of what was saved."""
+        self.ready = PoolFacts()
         self.begun_with: dict[str, tuple[str, bool]] = {}
         self.snapshots_kept: dict[str, SnapshotFacts] = {}
         self.errors: dict[str, CpuosError] = {}
@@ -126,6 +128,7 @@ class FakeNode:
             id=request.id,
             generation=request.generation,
             alive=True,
+            started_from=StartedFrom.POOL if request.id in {one.id for one in self.ready.ready} else StartedFrom.COLD,
             runtime=request.runtime,
             isolation=Isolation.GVISOR,
             isolation_detail="systrap",
@@ -143,6 +146,12 @@ class FakeNode:
         await self.answer_gate.wait()
         self._demand_reachable()
         return facts
+
+    async def pool(self, after: int, *, wait_s: float = 25.0) -> PoolFacts:
+        self._demand_reachable()
+        if after == self.ready.seq:
+            await asyncio.sleep(wait_s)
+        return self.ready
 
     async def get(self, sandbox_id: str) -> SandboxFacts:
         self._demand_reachable()

@@ -38,7 +38,7 @@ RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
 """The gVisor module version this release is written and tested against."""
 
 _DOMAIN = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
-_POOL_KEEP = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}=[0-9]{1,4}")
+_POOL_KEEP = re.compile(r"([a-z0-9][a-z0-9._-]{0,62})(?:@([0-9]{1,2})x([0-9]{1,7})x([0-9]{1,7}))?=([0-9]{1,4})")
 DEFAULT_DATA_DIR = Path("/var/lib/cpuos")
 DEFAULT_RUN_DIR = Path("/run/cpuos")
 """The instance that runs here is the machine's own: its key lies in its user's home, its command on the PATH."""
@@ -110,8 +110,10 @@ class Settings(BaseSettings):
     """Memory that sandboxes may take which are started before anyone asks for them, so that a create takes one at once.
     0: none are. "auto" is a sixteenth of the host's. They count as free for everything else, and give way to it."""
     pool_keep: Annotated[list[str], NoDecode] = Field(default_factory=lambda: ["python=2"])
-    """`TEMPLATE=COUNT`: so many of the default sizes are kept ready; what else is ready goes by what is asked for. In
-    the environment separated by commas."""
+    """`TEMPLATE=COUNT`, or `TEMPLATE@CPUxMEMORYxDISK=COUNT` with sizes in MiB: so many are kept ready; what else is ready
+    goes by what is asked for. In the environment separated by commas."""
+    pool_settle_s: float = Field(0.3, ge=0)
+    """So long after a create none is made: what was created works first."""
     pool_max_age_s: float = Field(3600, ge=1)
     """One that nobody has taken for so long is replaced by another."""
 
@@ -199,7 +201,7 @@ class Settings(BaseSettings):
     def _check_counts(cls, value: list[str]) -> list[str]:
         for text in value:
             if _POOL_KEEP.fullmatch(text) is None:
-                raise ValueError(f"{text!r} is not TEMPLATE=COUNT, for example python=2")
+                raise ValueError(f"{text!r} is not TEMPLATE=COUNT, such as python=2 or python@1x512x2048=4")
         return value
 
     @field_validator("preview_domain", "preview_public_url")
@@ -217,10 +219,16 @@ class Settings(BaseSettings):
         return hashlib.sha256(os.path.realpath(self.state_dir).encode()).hexdigest()[:6]
 
     @property
-    def pool_keep_counts(self) -> dict[str, int]:
-        """How many of which template are kept ready."""
-        pairs = (text.split("=") for text in self.pool_keep)
-        return {name: int(count) for name, count in pairs}
+    def pool_kept(self) -> list[tuple[dict[str, Any], int]]:
+        """What is kept ready: the fields of a create, and how many."""
+        kept = []
+        for text in self.pool_keep:
+            match = _POOL_KEEP.fullmatch(text)
+            assert match is not None
+            name, cpu, memory_mib, disk_mib, count = match.groups()
+            sizes = {"cpu": int(cpu), "memory_mib": int(memory_mib), "disk_mib": int(disk_mib)} if cpu else {}
+            kept.append(({"template": name, **sizes}, int(count)))
+        return kept
 
     @property
     def server_uid(self) -> int:

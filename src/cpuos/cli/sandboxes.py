@@ -94,7 +94,9 @@ def create(
         output.data(info)
         return
     output.line(info.id)
-    output.progress(f"{info.isolation} ({info.isolation_detail}), ends in {in_future(info.expires_at)}")
+    how = {"pool": "was ready", "restore": "restored", "cold": "started cold"}.get(info.started_from or "", "")
+    parts = [f"{info.isolation} ({info.isolation_detail})", how, f"ends in {in_future(info.expires_at)}"]
+    output.progress(", ".join(part for part in parts if part))
 
 
 def list_sandboxes(

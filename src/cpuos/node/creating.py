@@ -100,7 +100,6 @@ class Creating:
 
     async def wait(self, sandbox_id: str, *, generation: int, limit_s: float) -> None:
         """Return when no create of this generation goes on, or when the time is up."""
-        await self._pool.until_taken(sandbox_id, limit_s=limit_s)
         record, creating = self._ledger.find(sandbox_id), self._going_on.get(sandbox_id)
         if creating is not None and record is not None and record.generation == generation:
             await asyncio.wait([creating], timeout=limit_s)

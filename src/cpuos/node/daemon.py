@@ -51,6 +51,7 @@ from cpuos.node.volume import Volume
 from cpuos.plugins import RuntimeHost, load_runtimes
 from cpuos.runtimes.base import Runtime
 from cpuos.settings import Settings, load_settings
+from cpuos.types.sandbox import SandboxCreate
 
 __all__ = ["NodeParts", "held_state", "host_parts", "main", "running_node", "serve"]
 
@@ -207,9 +208,10 @@ def _pool_limits(settings: Settings) -> PoolLimits:
     return PoolLimits(
         memory_mib=host.memory_mib() // POOL_SHARE if memory_mib == "auto" else memory_mib,
         volume=settings.node_state_dir,
-        keep=settings.pool_keep_counts,
+        keep=[(SandboxCreate(**kind), count) for kind, count in settings.pool_kept],
         runtime=settings.runtime,
         max_age=timedelta(seconds=settings.pool_max_age_s),
+        settle_s=settings.pool_settle_s,
     )
 
 

@@ -108,6 +108,10 @@ class Slots(Protocol):
         """Returns when this policy is in force and what it forbids is cut. May be repeated."""
         ...
 
+    async def open(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        """As `update`, in a slot that let nothing through so far."""
+        ...
+
     async def readopt(self, sandbox_id: str, policy: EffectivePolicy) -> None:
         """After a restart of the node: open a taken slot again, with this policy. One that is open already is fine."""
         ...

@@ -168,9 +168,12 @@ class NodeService:
 
     async def dial(self, sandbox_id: str, *, generation: int) -> Opened:
         """A socket to the agent of a running sandbox of exactly this generation; one that is being created is waited
-        for, but not for longer than `DIAL_WAIT_S`."""
-        await self._creating.wait(sandbox_id, generation=generation, limit_s=DIAL_WAIT_S)
-        record = self.ledger.running(sandbox_id, generation=generation)
+        for, but not for longer than `DIAL_WAIT_S`. One that is ready is reached before the create that takes it: who
+        knows its id has the server's word that there is one."""
+        record = self.pool.find_ready(sandbox_id, generation=generation)
+        if record is None:
+            await self._creating.wait(sandbox_id, generation=generation, limit_s=DIAL_WAIT_S)
+            record = self.ledger.running(sandbox_id, generation=generation)
         if record.unsettled and not record.told:
             record = await self.ledger.whole(self._note_told(sandbox_id, generation=generation))
         key = bytes.fromhex(record.session_key)

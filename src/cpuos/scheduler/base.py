@@ -28,6 +28,9 @@ class Demand:
     """Whether a microVM will do that is only emulated."""
     node: str | None = None
     """Only there: what it begins with lies on that node."""
+    max_processes: int = 0
+    for_anyone: bool = False
+    """Nothing else of it is fixed: one that is ready will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class Placement:
     isolation: Isolation
     isolation_detail: str
     template_digest: str
+    ready: str | None = None
+    """The id of a sandbox that is ready there: it is this one, and its reservation goes by that id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +111,8 @@ class Scheduler(Protocol):
         ...
 
     def reserve(self, sandbox_id: str, demand: Demand) -> Placement:
-        """Take room or raise: template_not_found, runtime_unavailable, capacity_exceeded, node_unavailable."""
+        """Take room or raise: template_not_found, runtime_unavailable, capacity_exceeded, node_unavailable. It is held
+        under this id, or under that of the ready sandbox that the placement names."""
         ...
 
     def commit(self, sandbox_id: str) -> None:
@@ -114,7 +120,7 @@ class Scheduler(Protocol):
         ...
 
     def release(self, sandbox_id: str) -> None:
-        """Give the room back. Nothing reserved is fine."""
+        """Give the room back, and a ready sandbox whose create came to nothing. Nothing reserved is fine."""
         ...
 
     def hold(self, key: str, *, node: str, amount: Capacity, action: str) -> None:
@@ -128,6 +134,10 @@ class Scheduler(Protocol):
 
     def adopt(self, held: Mapping[str, tuple[str, Capacity]]) -> None:
         """Hold exactly these committed reservations (key to node and amount), as the records say after a restart."""
+        ...
+
+    async def follow_ready(self) -> None:
+        """Hear which sandboxes are ready; returns at the next news, or after some time without any."""
         ...
 
     def nodes(self) -> Sequence[NodeView]: ...

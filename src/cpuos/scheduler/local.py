@@ -11,9 +11,13 @@ from cpuos.errors import CpuosError, Unavailable
 from cpuos.node.client import NodeClient
 from cpuos.scheduler.base import Capacity, CapacityRules, Demand, NodeView, Placement
 from cpuos.scheduler.placement import check_room, place, total_capacity
-from cpuos.types.node import NodeFacts
+from cpuos.scheduler.ready import ReadyStock
+from cpuos.types.node import NodeFacts, PoolFacts
 
 __all__ = ["LocalScheduler"]
+
+
+READY_WAIT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,7 @@ class LocalScheduler:
         self._reservations: dict[str, _Reservation] = {}
         self._reserved = Capacity()  # their sum
         self._refreshing: asyncio.Task[NodeFacts] | None = None
+        self._ready = ReadyStock()
 
     async def refresh(self) -> None:
         """Ask the node for its facts; callers at the same time share one question."""
@@ -56,8 +61,11 @@ class LocalScheduler:
             )
         demand = replace(demand, allow_emulated=demand.allow_emulated or self._rules.allow_emulated)
         placement = place(self.nodes(), demand)
+        placement = replace(placement, ready=self._ready.pick(demand, placement))
         amount = Capacity.of(demand)
-        self._reservations[sandbox_id] = _Reservation(node=placement.node, amount=amount, committed=False)
+        self._reservations[placement.ready or sandbox_id] = _Reservation(
+            node=placement.node, amount=amount, committed=False
+        )
         self._reserved = self._reserved.plus(amount)
         return placement
 
@@ -68,6 +76,8 @@ class LocalScheduler:
         held = self._reservations.pop(sandbox_id, None)
         if held is not None:
             self._reserved = self._reserved.minus(held.amount)
+            if not held.committed:
+                self._ready.put_back(sandbox_id)
 
     def hold(self, key: str, *, node: str, amount: Capacity, action: str) -> None:
         held = self._reservations.get(key)
@@ -88,6 +98,13 @@ class LocalScheduler:
         recorded = {key: _Reservation(node=node, amount=amount, committed=True) for key, (node, amount) in held.items()}
         self._reservations = {**pending, **recorded}
         self._reserved = reduce(Capacity.plus, (one.amount for one in self._reservations.values()), Capacity())
+
+    async def follow_ready(self) -> None:
+        try:
+            self._ready.note(await self._node.pool(self._ready.seq, wait_s=READY_WAIT_S))
+        except CpuosError:
+            self._ready.note(PoolFacts())  # whatever it had ready, another daemon has to tell of it
+            raise
 
     def nodes(self) -> Sequence[NodeView]:
         if self._facts is None:

@@ -43,6 +43,9 @@ def demand_of_request(request: SandboxCreate, template: str, *, origin: Row[Any]
         memory_mib=request.memory_mib,
         disk_mib=request.disk_mib,
         node=None if origin is None else origin.node,
+        max_processes=request.max_processes,
+        # Its host name is its id then: that of a ready one is fixed.
+        for_anyone=origin is None and request.name is None,
     )
 
 

@@ -120,9 +120,10 @@ class Lifecycle:
     ) -> Row[Any]:
         """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record; `origin` is
         the snapshot that it begins with, `meaning` the image of its template where that has no name yet."""
-        sandbox_id = new_id()
         meaning = meaning or await self._templates.resolve(workspace, request.template, origin=origin)
+        sandbox_id = new_id()
         placement = await self._reserve(sandbox_id, demand_of_request(request, meaning.on_node, origin=origin))
+        sandbox_id = placement.ready or sandbox_id
         async with self._at_work(sandbox_id) as (creation, undo):
             row = await self._insert(
                 sandbox_id,
@@ -383,6 +384,7 @@ class Lifecycle:
                 isolation=facts.isolation.value,
                 isolation_detail=facts.isolation_detail,
                 template_digest=facts.template_digest,
+                started_from=facts.started_from.value,
                 **{"reason": missing, **recreated(row, facts, now=now)},
             )
         if started is None:

@@ -99,6 +99,7 @@ class Reconciler:
             (self.tell_networks, TICK_S),
             (self.pause_idle, TICK_S),
             (self._wakes.follow, 0),
+            (self.follow_ready, 0),
             (self.ingest, TICK_S),
             (self.ingest_connections, TICK_S),
         ]
@@ -143,6 +144,10 @@ class Reconciler:
     async def pause_idle(self) -> None:
         """What was idle for its time is paused or ended."""
         await self._wakes.pause_idle()
+
+    async def follow_ready(self) -> None:
+        """Which sandboxes its node has ready."""
+        await self._scheduler.follow_ready()
 
     async def ingest(self) -> None:
         """Take over the gateway's journal."""

@@ -120,6 +120,9 @@ class FakeSlots:
     async def update(self, sandbox_id: str, policy: EffectivePolicy) -> None:
         self.policies[sandbox_id] = policy
 
+    async def open(self, sandbox_id: str, policy: EffectivePolicy) -> None:
+        self.policies[sandbox_id] = policy
+
     async def readopt(self, sandbox_id: str, policy: EffectivePolicy) -> None:
         if not self.path(sandbox_id).is_dir():
             raise PlatformError(f"cannot find the network slot of sandbox {sandbox_id}")

@@ -168,6 +168,8 @@ class Sandbox(Answer):
     auto_resume: bool = True
     snapshot: str | None = None
     """Id of the snapshot that it began with."""
+    started_from: StartedFrom | None = None
+    """How it came to be; none while it is being created."""
     labels: dict[str, str] = Field(default_factory=dict)
     task: str | None = None
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)

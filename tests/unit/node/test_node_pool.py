@@ -80,17 +80,20 @@ async def test_nobody_hears_of_a_ready_one_and_it_reaches_nothing(node, asking):
     assert [layer.policy.mode for layer in node.parts.slots.policies[ready].layers] == [NetworkMode.OFF]
 
 
-async def test_a_dial_waits_for_the_create_that_takes_it(node, asking):
+async def test_its_agent_is_reached_before_the_create_that_takes_it(node, asking):
     ready = await fill(node, asking)
-    dialling = asyncio.create_task(node.dial.dial(ready, 1))
-    while not node.service.pool._awaited:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    assert not dialling.done()
+    key = node.service.ledger.find(ready).session_key
+    before = await node.dial.dial(ready, 1)
     await node.client.create(naming(asking, ready))
-    dialled = await dialling
-    with dialled.socket as guest:
-        guest.connect(dialled.address)
-    assert dialled.session_key.hex() == node.service.ledger.find(ready).session_key
+    after = await node.dial.dial(ready, 1)
+    for dialled in (before, after):
+        with dialled.socket as guest:
+            guest.connect(dialled.address)
+    assert {before.session_key.hex(), after.session_key.hex()} == {key}  # the agent takes a repeat
+    with pytest.raises(NotFound):
+        await node.dial.dial("z" * 20, 1)
+    with pytest.raises(CpuosError):
+        await node.dial.dial(await fill(node, asking), 2)
 
 
 @pytest.mark.parametrize(

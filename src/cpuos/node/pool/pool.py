@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from cpuos.node.pool.keeper import SETTLE_S, Keeper, Plan, make_plan, room_under
 from cpuos.node.pool.pressure import Pressure, read_pressure
 from cpuos.node.pool.shape import Shape, is_for_anyone, shape_of, shape_of_record
 from cpuos.node.pool.wishes import Wishes
-from cpuos.node.steps import Step, UndoFailed, run_steps
+from cpuos.node.steps import Step, Together, UndoFailed, run_steps
 from cpuos.types.node import NodeSandboxCreate, PoolFacts, ReadySandbox
 from cpuos.types.sandbox import SandboxCreate, StartedFrom
 
@@ -45,8 +45,8 @@ class PoolLimits:
     """What ready sandboxes may take together; 0: there are none."""
     volume: Path = Path("/")
     """Any folder of the data volume."""
-    keep: Mapping[str, int] = field(default_factory=dict)
-    """So many of a template, in the default shape, whether anyone asks or not."""
+    keep: Sequence[tuple[SandboxCreate, int]] = ()
+    """So many of a kind, whether anyone asks or not."""
     runtime: str = ""
     """Of those."""
     max_age: timedelta = timedelta(hours=1)
@@ -76,7 +76,7 @@ class Pool:
         self._bytes: dict[str, int] = {}
         """What each of those that are ready took when it was."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}
+        self._taking: dict[str, Record] = {}
         self._seq = int(time.time() * 1e6)
         self._changed = asyncio.Event()
         self._closed = False
@@ -160,6 +160,7 @@ class Pool:
         if not is_for_anyone(request) or shape_of_record(record) != shape:
             await self.discard(record)
             return None
+        self._taking[record.id] = record
         self._ledger.begin(record.becomes(Stage.CREATING))
         self._tell()
         return record
@@ -170,33 +171,28 @@ class Pool:
         taken = ready.becomes(
             Stage.RUNNING, request=request, changed_at=now, started_at=now, started_from=StartedFrom.POOL
         )
-        steps = [
-            # From here on it is the caller's: a daemon that finds this puts the policy in force.
-            Step(
-                name="record",
-                do=lambda: self._ledger.keep(taken, sync=False),
-                undo=lambda: self._remove(taken),
-            ),
-            Step(name="network", do=lambda: self._kit.assembly.slots.update(taken.id, taken.policy)),
-        ]
+        # By the record it is the caller's. A daemon that finds it puts the policy of its record in force, old or new.
+        recorded = Step(
+            name="record", do=lambda: self._ledger.keep(taken, sync=False), undo=lambda: self._remove(taken)
+        )
+        opened = Step(name="network", do=lambda: self._kit.assembly.slots.open(taken.id, taken.policy))
         try:
-            await run_steps("take", steps, checkpoint=self._kit.checkpoint)
+            await run_steps("take", [Together(steps=[recorded, opened])], checkpoint=self._kit.checkpoint)
         except UndoFailed:
             await self._ledger.keep(taken.becomes(Stage.DELETING, exit_reason="its create failed"))
             raise
+        finally:
+            self._taking.pop(taken.id, None)
         self._taken += 1
         self._forget(taken.id)
         return taken
 
-    async def until_taken(self, sandbox_id: str, *, limit_s: float) -> None:
-        """Where it is ready: return when it is not any more, or when the time is up."""
-        record = self._ledger.find(sandbox_id)
-        if record is None or record.stage is not Stage.READY:
-            return
-        taken = self._awaited.setdefault(sandbox_id, asyncio.Event())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await taken.wait()
+    def find_ready(self, sandbox_id: str, *, generation: int) -> Record | None:
+        """The one that is ready, or being taken just now: it runs, and all that is its own will stay as it is."""
+        record = self._taking.get(sandbox_id) or self._ledger.find(sandbox_id)
+        if record is None or record.stage is not Stage.READY or record.generation != generation:
+            return None
+        return record
 
     async def make_room(self) -> None:
         """There are no more sandboxes than may be, those that are ready included: creates come first."""
@@ -247,8 +243,6 @@ class Pool:
 
     def _forget(self, sandbox_id: str) -> None:
         self._bytes.pop(sandbox_id, None)
-        if (taken := self._awaited.pop(sandbox_id, None)) is not None:
-            taken.set()
 
     def _tell(self) -> None:
         self._seq += 1
@@ -286,23 +280,22 @@ class Pool:
             for shape, count in self._wishes.wanted().items()
             if installed.get(shape.template) == shape.template_digest
         }
-        for name, count in self._limits.keep.items():
-            if name in installed:
-                shape = _default_shape(name, digest=installed[name], runtime=self._limits.runtime)
+        for kind, count in self._limits.keep:
+            if count and kind.template in installed:
+                shape = _shape_of_kind(kind, digest=installed[kind.template], runtime=self._limits.runtime)
                 wanted[shape] = max(count, wanted.get(shape, 0))
         return wanted
 
 
-def _default_shape(template: str, *, digest: str, runtime: str) -> Shape:
-    usual = SandboxCreate()
+def _shape_of_kind(kind: SandboxCreate, *, digest: str, runtime: str) -> Shape:
     return Shape(
-        template=template,
+        template=kind.template,
         template_digest=digest,
         runtime=runtime,
-        cpu=usual.cpu,
-        memory_mib=usual.memory_mib,
-        disk_mib=usual.disk_mib,
-        max_processes=usual.max_processes,
+        cpu=kind.cpu,
+        memory_mib=kind.memory_mib,
+        disk_mib=kind.disk_mib,
+        max_processes=kind.max_processes,
     )
 
 

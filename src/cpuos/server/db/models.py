@@ -16,6 +16,7 @@ __all__ = [
     "ConnectionRow",
     "IdempotencyRow",
     "JournalCursor",
+    "LayerRow",
     "OpenIntent",
     "PortRow",
     "SandboxRow",
@@ -128,6 +129,7 @@ class SandboxRow(Base):
     auto_resume: Mapped[bool] = mapped_column(default=True)
     snapshot: Mapped[str | None] = mapped_column(String(20))
     """What it began with."""
+    started_from: Mapped[str | None] = mapped_column(String(8))
     labels: Mapped[dict[str, Any]]
     task: Mapped[str | None] = mapped_column(String(128))
     network: Mapped[dict[str, Any]]
@@ -337,6 +339,20 @@ class TemplateRow(Base):
     """Of all that went into the build."""
     manifest: Mapped[dict[str, Any]]
     """`TemplateInfo`."""
+
+
+class LayerRow(Base):
+    """What the steps of a build have left, for later ones: an internal snapshot that the next may begin with."""
+
+    __tablename__ = "build_layers"
+
+    workspace: Mapped[str] = mapped_column(ForeignKey("workspaces.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """Of all that went into the steps."""
+    snapshot: Mapped[str] = mapped_column(String(20))
+    parent_digest: Mapped[str] = mapped_column(String(80))
+    created_at: Mapped[datetime]
+    used_at: Mapped[datetime]
 
 
 class BuildRow(Base):

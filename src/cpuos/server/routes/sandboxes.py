@@ -46,6 +46,7 @@ async def create_sandbox(body: SandboxCreate, plane: Plane, call: Called) -> San
     row = await plane.snapshots.create_sandbox(
         body, workspace=actor.workspace, actor=actor.id, intent=intent, begun=call.begin
     )
+    call.detail["started_from"] = row.started_from
     if row.snapshot is None:
         await plane.builder.begin(row, actor=actor.id)
     return SandboxCreated(sandbox=sandbox_of(row), access=plane.access(row, actor=actor.id))

@@ -1,0 +1,52 @@
+"""The ready sandboxes of a node, as it told them last, and which of them this server has given away since."""
+
+from __future__ import annotations
+
+from cpuos.scheduler.base import Demand, Placement
+from cpuos.types.node import PoolFacts, ReadySandbox
+
+__all__ = ["ReadyStock"]
+
+
+class ReadyStock:
+    """On one loop: of two callers for the last one, one gets it."""
+
+    def __init__(self) -> None:
+        self._facts = PoolFacts()
+        self._picked: set[str] = set()
+        """Given away, and perhaps not yet known to be so at the node."""
+
+    @property
+    def seq(self) -> int:
+        return self._facts.seq
+
+    def note(self, facts: PoolFacts) -> None:
+        """The node's news; without any, nothing is ready."""
+        self._facts = facts
+        self._picked &= {ready.id for ready in facts.ready}
+
+    def pick(self, demand: Demand, placement: Placement) -> str | None:
+        """The id of one that will do; nobody else gets it."""
+        if not demand.for_anyone:
+            return None
+        for ready in self._facts.ready:
+            if ready.id not in self._picked and _fits(ready, demand, placement):
+                self._picked.add(ready.id)
+                return ready.id
+        return None
+
+    def put_back(self, sandbox_id: str) -> None:
+        """Nobody was given it after all."""
+        self._picked.discard(sandbox_id)
+
+
+def _fits(ready: ReadySandbox, demand: Demand, placement: Placement) -> bool:
+    return (
+        ready.template == demand.template
+        and ready.template_digest == placement.template_digest
+        and ready.runtime == placement.runtime
+        and ready.cpu == demand.cpu
+        and ready.memory_mib == demand.memory_mib
+        and ready.disk_mib == demand.disk_mib
+        and ready.max_processes == demand.max_processes
+    )

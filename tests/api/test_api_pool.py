@@ -1,0 +1,120 @@
+"""Creates take what a node has ready: each one once, none that does not fit, and the answer says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from sqlalchemy import update
+
+from control_plane import Server
+from cpuos.errors import Unavailable
+from cpuos.server.db.models import Workspace
+from cpuos.types.node import PoolFacts, ReadySandbox
+
+FIRST, SECOND = "a" * 20, "b" * 20
+Offer = Callable[..., Awaitable[None]]
+
+
+def ready(sandbox_id: str, **changes: object) -> ReadySandbox:
+    values = {
+        "template": "python",
+        "template_digest": "sha256:python",
+        "runtime": "gvisor",
+        "cpu": 2,
+        "memory_mib": 2048,
+        "disk_mib": 8192,
+        "max_processes": 512,
+    }
+    return ReadySandbox(id=sandbox_id, **(values | changes))
+
+
+@pytest.fixture
+def offer(server: Server) -> Offer:
+    """Let the node have these ready, and the server hear of it."""
+
+    async def tell(*sandboxes: ReadySandbox) -> None:
+        node = server.installation.node
+        node.ready = PoolFacts(seq=node.ready.seq + 1, ready=list(sandboxes))
+        await server.plane.scheduler.follow_ready()
+
+    return tell
+
+
+async def test_a_create_takes_a_ready_one_and_says_so(server: Server, offer: Offer) -> None:
+    await offer(ready(FIRST))
+    made, other = await server.created(), await server.created()
+    assert (made["id"], made["started_from"], made["state"]) == (FIRST, "pool", "running")
+    assert (other["id"] == FIRST, other["started_from"]) == (False, "cold")
+    assert await server.get(FIRST) == made
+    entries = (await server.http.get("/v1/audit", params={"action": "sandbox.create"})).json()["entries"]
+    told = {one["sandbox"]: one["detail"].get("started_from") for one in entries if one["phase"] == "outcome"}
+    assert told == {FIRST: "pool", other["id"]: "cold"}
+
+
+async def test_creates_at_once_never_get_the_same_one(server: Server, offer: Offer) -> None:
+    await offer(ready(FIRST), ready(SECOND))
+    made = await asyncio.gather(*(server.created() for _ in range(5)))
+    assert len({one["id"] for one in made}) == 5
+    assert sorted(one["started_from"] for one in made) == ["cold"] * 3 + ["pool"] * 2
+
+
+async def test_one_given_away_is_not_given_again(server: Server, offer: Offer) -> None:
+    await offer(ready(FIRST))
+    await server.created()
+    await offer(ready(FIRST), ready(SECOND))  # the node may not have heard of it yet
+    assert (await server.created())["id"] == SECOND
+    assert (await server.created())["started_from"] == "cold"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"template": "base"},
+        {"template_digest": "sha256:older"},
+        {"runtime": "firecracker"},
+        {"cpu": 1},
+        {"memory_mib": 1024},
+        {"disk_mib": 4096},
+        {"max_processes": 64},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+async def test_one_that_does_not_fit_is_left(server: Server, offer: Offer, other: dict[str, object]) -> None:
+    await offer(ready(FIRST, **other))
+    assert (await server.created())["id"] != FIRST
+
+
+async def test_a_create_with_a_name_begins_cold(server: Server, offer: Offer) -> None:
+    await offer(ready(FIRST))
+    made = await server.created(name="mine")
+    assert (made["id"] == FIRST, made["started_from"]) == (False, "cold")
+
+
+async def test_a_create_that_was_refused_gives_it_back(server: Server, offer: Offer) -> None:
+    await offer(ready(FIRST))
+    async with server.plane.database.write() as connection:
+        await connection.execute(update(Workspace).values(max_sandboxes=0))
+    assert (await server.create()).status_code == 429
+    async with server.plane.database.write() as connection:
+        await connection.execute(update(Workspace).values(max_sandboxes=None))
+    assert (await server.created())["id"] == FIRST
+
+
+async def test_a_node_out_of_reach_has_nothing_ready(server: Server, offer: Offer) -> None:
+    await offer(ready(FIRST))
+    server.installation.node.reachable = False
+    with pytest.raises(Unavailable):
+        await server.plane.scheduler.follow_ready()
+    server.installation.node.reachable = True
+    assert (await server.created())["id"] != FIRST
+
+
+async def test_the_running_server_hears_of_it(installation) -> None:
+    installation.node.ready = PoolFacts(seq=1, ready=[ready(FIRST)])
+    async with installation.serve(reconcile=True) as server:
+        async with asyncio.timeout(30):
+            while server.plane.scheduler._ready.seq != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert (await server.created())["id"] == FIRST
