@@ -37,6 +37,7 @@ from cpuos.types.sandbox import (
     SandboxList,
     SandboxState,
     SandboxUpdate,
+    StartedFrom,
 )
 from cpuos.types.sandbox import Sandbox as SandboxInfo
 from cpuos.types.snapshot import Fork, Forked, SnapshotCreate
@@ -380,6 +381,11 @@ class Sandbox:
     def isolation_detail(self) -> str:
         """More on the isolation, as the node tells it."""
         return self._info.isolation_detail
+
+    @property
+    def started_from(self) -> StartedFrom | None:
+        """How it came to be: taken from the pool of ready ones, restored from what was saved, or begun cold."""
+        return self._info.started_from
 
     @property
     def expires_at(self) -> datetime | None:
