@@ -51,7 +51,7 @@ class Node:
             "id": letter * 20,
             "generation": self._generation,
             "template": "base",
-            "runtime": "gvisor",
+            "runtime": self.settings.runtime,
             "hostname": "box",
             "cpu": 1,
             "memory_mib": 256,
@@ -73,13 +73,13 @@ class Node:
 
 
 @contextmanager
-def gvisor_node(*, volume_mib: int | None = None, pool_mib: int = 0) -> Iterator[Node]:
+def gvisor_node(*, volume_mib: int | None = None, pool_mib: int = 0, runtime: str = "gvisor") -> Iterator[Node]:
     """`volume_mib`: its data lies on a volume of this size."""
     # Not pytest's own folder: the network workers' user must be able to pass it.
     folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
     folder.chmod(0o755)
     folders = {"state_dir": folder / "state", "run_dir": folder / "run"}
-    settings = load_settings(**folders, runtime="gvisor", pool_memory_mib=pool_mib, pool_keep=["base=0"])
+    settings = load_settings(**folders, runtime=runtime, pool_memory_mib=pool_mib, pool_keep=["base=0"])
     with _volume(folder, volume_mib), DaemonForker() as forker:
         node = Node(settings, forker)
         try:

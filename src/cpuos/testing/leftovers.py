@@ -47,6 +47,7 @@ def _traces(settings: Settings, node_pid: int) -> Iterator[tuple[str, str]]:
         "disk": state / "disks",
         "network name": run / "netns",
         "runtime file": run / "runtimes" / "gvisor" / "root",
+        "machine": run / "runtimes" / "microvm",
         "fake sandbox": run / "fake" / "runtime",
         "fake disk": run / "fake" / "disks",
         "fake slot": run / "fake" / "slots",
