@@ -34,6 +34,10 @@ def run_profile(
         "evidence"
     ),
     template: Annotated[str | None, typer.Option(help="Another template than the profile's.")] = None,
+    runtime: Annotated[str | None, typer.Option(help="gvisor, microvm, or auto (default): the strongest.")] = None,
+    allow_emulated: Annotated[
+        bool, typer.Option("--allow-emulated", help="Take a microVM without hardware that runs it: for development.")
+    ] = False,
     timeout: Annotated[str | None, typer.Option(help="Time for the script, such as 5m (the default).")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,6 +56,8 @@ def run_profile(
         script=script,
         out=out,
         template=template,
+        runtime=runtime,
+        allow_emulated=allow_emulated or None,
         timeout_s=parse_duration_s(timeout, name="--timeout") if timeout is not None else None,
         on_progress=output.progress,
     )

@@ -49,6 +49,8 @@ def run(
     script: Path,
     out: Path,
     template: str | None = None,
+    runtime: str | None = None,
+    allow_emulated: bool | None = None,
     timeout_s: float | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Evidence:
@@ -66,6 +68,8 @@ def run(
             cpu=profile.limits.cpu,
             memory=profile.limits.memory_mib,
             disk=profile.limits.disk_mib,
+            runtime=runtime,
+            allow_emulated=allow_emulated,
             # Room for the way there and back; the script's own limit is the command's timeout.
             timeout=timeout_s + 600,
             labels={"profile": profile.name},
