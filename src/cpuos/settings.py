@@ -102,6 +102,9 @@ class Settings(BaseSettings):
     disk_ballast_mib: int = Field(256, ge=0, le=65536)
     """Room that is held on that file system, at most a twentieth of it, and given back when something else has filled
     it, so that what is in hand can still be written. 0: none."""
+    root_checkpoint_interval_s: float = Field(300, ge=0)
+    """So often what a running sandbox has outside of /workspace is saved, where something happened in it: should it die
+    that is there as of then. 0: never, unless a sandbox asks for it."""
     disk_hold: bool = False
     """Take all blocks of a sandbox's disk when it is mounted, so that nothing else can fill the file system under it.
     Each disk then takes its whole size at once."""

@@ -53,6 +53,10 @@ class TestFakeLifecycle(LifecycleConformance):
         "test_a_time_limit_stands_still_while_it_is_paused": "its agent stands still too, and the clock goes on",
     }
 
+    @pytest.fixture
+    def host(self, fake_instance: Instance) -> Instance:
+        return fake_instance
+
     @pytest.fixture(scope="class")
     @classmethod
     def client(cls, fake_instance: Instance) -> Client:

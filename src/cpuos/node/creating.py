@@ -250,7 +250,8 @@ class Creating:
         return [
             Together(steps=[recorded, *parts]),
             Together(steps=[start, *self._check_steps(plan)]),
-            Step(name="running", do=lambda: self._ledger.keep(record, sync=False)),
+            # Who begins with kept files may remove them then.
+            Step(name="running", do=lambda: self._ledger.keep(record, sync=plan.saved is not None and not warm)),
         ]
 
     def _check_steps(self, plan: _Plan) -> list[Step]:

@@ -191,6 +191,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         volume=volume,
         halted=GatewayNews(settings.gateway_socket).tell_halted,
         pool=_pool_limits(settings),
+        root_interval_s=settings.root_checkpoint_interval_s,
         checkpoint=parts.checkpoint,
     )
     facts = NodeFactsReader(

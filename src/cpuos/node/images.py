@@ -33,6 +33,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cpuos.errors import Conflict, NotFound, PlatformError
+from cpuos.node import syscalls
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
 
@@ -137,15 +138,27 @@ class ImageStore:
         (part / "manifest.mac").write_text(self._sign(b"manifest", text))
         for path in [*_files(part), *(folder for folder in part.rglob("*") if folder.is_dir()), part]:
             _sync(path)
-        self.remove(manifest.name)
-        part.rename(self.path(manifest.name))
-        _sync(self._folder)
+        self._put(part, self.path(manifest.name))
         return manifest
+
+    def _put(self, part: Path, target: Path) -> None:
+        """At each moment the one of before or this one is there."""
+        if target.exists():
+            syscalls.exchange(part, target)
+            _sync(self._folder)
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.rename(target)
+            _sync(self._folder)
 
     def discard(self, name: str) -> None:
         """Neither the image nor a part of it is there any more."""
-        shutil.rmtree(self.part(name), ignore_errors=True)
+        self.discard_part(name)
         self.remove(name)
+
+    def discard_part(self, name: str) -> None:
+        """What was begun is not there any more; an image of before stays."""
+        shutil.rmtree(self.part(name), ignore_errors=True)
 
     def has(self, name: str) -> bool:
         return (self.path(name) / "manifest.json").exists()

@@ -70,6 +70,10 @@ class Disks(Protocol):
         After a failure nothing is at `to`."""
         ...
 
+    async def leave(self, sandbox_id: str, *, to: Path) -> None:
+        """As `copy`, of one that nobody will write again: both may be the same file."""
+        ...
+
     async def create_from(self, sandbox_id: str, *, image: Path, size_mib: int) -> Path:
         """As `create`, with the content of a copy of a disk of this size."""
         ...

@@ -54,9 +54,12 @@ async def check_room_to_restore(kit: Kit, saved: Manifest, *, verb: str, sandbox
         raise could_not(verb, sandbox_id, error) from error
 
 
-def save_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str, memory: bool) -> list[Step]:
+def save_steps(
+    kit: Kit, record: Record, *, runtime: Runtime, name: str, memory: bool, replaces: bool = False
+) -> list[Step]:
     """Begin the image of this name; save processes where they are asked for, and files where the runtime can save them
-    apart: those are taken where processes cannot be. The sandbox runs on."""
+    apart: those are taken where processes cannot be. The sandbox runs on. One that `replaces` another leaves that where
+    it fails."""
     images = kit.assembly.images
 
     async def begin() -> None:
@@ -80,7 +83,7 @@ def save_steps(kit: Kit, record: Record, *, runtime: Runtime, name: str, memory:
         Step(
             name="begin",
             do=begin,
-            undo=lambda: asyncio.to_thread(images.discard, name),
+            undo=lambda: asyncio.to_thread(images.discard_part if replaces else images.discard, name),
         )
     ]
     if memory:

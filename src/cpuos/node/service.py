@@ -20,6 +20,7 @@ from cpuos.node.lives import Lives
 from cpuos.node.pausing import Pausing
 from cpuos.node.pool import Pool, PoolLimits
 from cpuos.node.refusals import could_not, stale_generation, stale_policy
+from cpuos.node.roots import Roots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.snapshots import Snapshots
 from cpuos.node.steps import Checkpoint, Step, run_steps
@@ -68,6 +69,7 @@ class NodeService:
         volume: Volume,
         halted: Tell = lambda sandbox_id, halted: None,
         pool: PoolLimits | None = None,
+        root_interval_s: float = 0,
         checkpoint: Checkpoint = lambda point: None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
@@ -93,6 +95,7 @@ class NodeService:
         self._pausing = Pausing(self._kit, lives=self._lives)
         self._snapshots = Snapshots(self._kit)
         self._upkeep = Upkeep(self._kit, lives=self._lives)
+        self.roots = Roots(self._kit, keep=self._snapshots.keep_root_of, interval_s=root_interval_s)
 
     @property
     def changes(self) -> ChangeFeed:
@@ -199,6 +202,7 @@ class NodeService:
         self._runtimes.start()
         self._assembly.disks.start()
         self._upkeep.start()
+        self.roots.start()
         self.pool.start()
         self._volume_watch.start()
 
@@ -209,6 +213,7 @@ class NodeService:
     async def close(self) -> None:
         """Finish what goes on and let go. Sandboxes run on."""
         await self._volume_watch.close()
+        await self.roots.close()
         await self._upkeep.close()
         await self.pool.close()
         await self._lives.close()
@@ -221,6 +226,7 @@ class NodeService:
 
     async def _delete(self, asked: Record) -> None:
         await self._creating.cancel(asked.id)
+        await self.roots.give_up(asked.id)
         async with self.ledger.lock(asked.id):
             record = self.ledger.find(asked.id)
             if record is None:  # its create was undone; the mark refuses a late repeat

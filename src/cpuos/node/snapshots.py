@@ -47,6 +47,10 @@ class Snapshots:
         log.info("snapshot made", sandbox=sandbox_id, snapshot=request.snapshot, memory=request.memory)
         return await asyncio.to_thread(self._facts, request.snapshot)
 
+    async def keep_root_of(self, record: Record) -> None:
+        """As `keep_root`, of the one that a look at it found."""
+        await self.keep_root(record.id, generation=record.generation)
+
     async def keep_root(self, sandbox_id: str, *, generation: int) -> None:
         """Save the root of one that runs, as of now: should it die, this is what is left of it beside its disk."""
         async with self._ledger.lock(sandbox_id):
@@ -56,7 +60,7 @@ class Snapshots:
             needs(runtime, "keep the root of", sandbox_id, Capability.FILESYSTEM_CHECKPOINT)
             manifest = manifest_of(record, name=name, runtime=runtime, now=self._ledger.clock(), freeze="")
             steps = [
-                *save_steps(self._kit, record, runtime=runtime, name=name, memory=False),
+                *save_steps(self._kit, record, runtime=runtime, name=name, memory=False, replaces=True),
                 Step(name="commit", do=lambda: asyncio.to_thread(self._images.commit, manifest)),
             ]
             await self._in_steps(record, steps)
@@ -135,10 +139,12 @@ class Snapshots:
         if await asyncio.to_thread(self._images.has, name):
             saved = await asyncio.to_thread(self._images.read, name)
             manifest = manifest.model_copy(update={"root_at": saved.created_at})
-        await self._copy(record, manifest, of=name, folders=[ROOT])
+        await self._copy(record, manifest, of=name, folders=[ROOT], leave=True)
 
-    async def _copy(self, record: Record, manifest: Manifest, *, of: str, folders: list[str]) -> None:
-        """The files of an image are never changed: they get a second name."""
+    async def _copy(
+        self, record: Record, manifest: Manifest, *, of: str, folders: list[str], leave: bool = False
+    ) -> None:
+        """The files of an image are never changed: they get a second name; with `leave` the disk too."""
         name = manifest.name
         steps = [
             Step(
@@ -146,14 +152,16 @@ class Snapshots:
                 do=lambda: asyncio.to_thread(self._images.link, of, name, folders),
                 undo=lambda: asyncio.to_thread(self._images.discard, name),
             ),
-            self._disk_step(record, name),
+            self._disk_step(record, name, leave=leave),
             Step(name="commit", do=lambda: asyncio.to_thread(self._images.commit, manifest)),
         ]
         await self._in_steps(record, steps)
 
-    def _disk_step(self, record: Record, snapshot: str) -> Step:
+    def _disk_step(self, record: Record, snapshot: str, *, leave: bool = False) -> Step:
+        disks = self._kit.assembly.disks
+
         async def copy() -> None:
-            await self._kit.assembly.disks.copy(record.id, to=self._images.part(snapshot) / DISK)
+            await (disks.leave if leave else disks.copy)(record.id, to=self._images.part(snapshot) / DISK)
 
         return Step(name="disk", do=copy)
 

@@ -18,6 +18,7 @@ __all__ = [
     "MS_REC",
     "MS_SLAVE",
     "UMOUNT_NOFOLLOW",
+    "exchange",
     "mount",
     "setns",
     "syncfs",
@@ -61,6 +62,12 @@ def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str
 
 def umount(target: str, flags: int = 0) -> None:
     _check(_libc.umount2(os.fsencode(target), ctypes.c_int(flags)), target)
+
+
+def exchange(one: os.PathLike[str], other: os.PathLike[str]) -> None:
+    """Each has the other's name, at once."""
+    here, swap = ctypes.c_int(-100), ctypes.c_uint(2)  # AT_FDCWD, RENAME_EXCHANGE
+    _check(_libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap), os.fspath(other))
 
 
 def syncfs(fd: int) -> None:

@@ -83,6 +83,7 @@ def node_request(row: Row[Any], policy: EffectivePolicy, *, origin: Row[Any] | N
         network=policy,
         snapshot=None if origin is None else origin.id,
         warm=origin is None or origin.memory,
+        root_interval_s=row.root_checkpoint_interval_s,
     )
 
 

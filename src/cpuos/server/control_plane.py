@@ -349,24 +349,9 @@ def _verbs(
         clock=clock,
         wait_s=options.resume_wait_s,
     )
-    snapshots = Snapshots(
-        database=database,
-        scheduler=scheduler,
-        lifecycle=lifecycle,
-        pausing=pausing,
-        quotas=quotas,
-        tasks=tasks,
-        clock=clock,
-    )
-    recreating = Recreating(
-        database=database,
-        scheduler=scheduler,
-        lifecycle=lifecycle,
-        snapshots=snapshots,
-        quotas=quotas,
-        tasks=tasks,
-        clock=clock,
-    )
+    parts: dict[str, Any] = {"database": database, "scheduler": scheduler, "lifecycle": lifecycle, "quotas": quotas}
+    snapshots = Snapshots(**parts, pausing=pausing, tasks=tasks, clock=clock)
+    recreating = Recreating(**parts, snapshots=snapshots, tasks=tasks, clock=clock)
     lifecycle.rescue_by(snapshots.rescue)
     tickets = TicketSigner(load_ticket_key(options.ticket_key), clock)
     builder = Builder(

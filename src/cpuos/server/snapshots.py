@@ -354,7 +354,16 @@ def wishes_of_fork(request: Fork, row: Row[Any] | None) -> SandboxCreate:
     """What each of a fork's sandboxes is to be beside its snapshot: as the one they are made of."""
     values: dict[str, Any] = {}
     if row is not None:
-        kept = ("timeout_s", "on_timeout", "idle_timeout_s", "on_idle", "auto_resume", "task", "labels")
+        kept = (
+            "timeout_s",
+            "on_timeout",
+            "idle_timeout_s",
+            "on_idle",
+            "auto_resume",
+            "root_checkpoint_interval_s",
+            "task",
+            "labels",
+        )
         values = {name: getattr(row, name) for name in kept} | {"network": NetworkPolicy.model_validate(row.network)}
     given = {"timeout_s": request.timeout_s, "labels": request.labels}
     return SandboxCreate(**values | {name: value for name, value in given.items() if value is not None})

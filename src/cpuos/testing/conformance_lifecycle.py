@@ -13,6 +13,7 @@ import pytest
 
 from cpuos import Client, Sandbox, Snapshot
 from cpuos.errors import Conflict, CpuosError, InvalidRequest, NotFound, SandboxGone
+from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
 from cpuos.types.sandbox import SandboxState
 
@@ -35,6 +36,11 @@ class LifecycleConformance:
         reason = self.known_failures.get(request.node.originalname)
         if reason:
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    @pytest.fixture
+    def host(self, instance: Instance) -> Instance:
+        """Where the sandboxes run: tests end their processes from outside."""
+        return instance
 
     @pytest.fixture
     def sandbox(self, client: Client) -> Iterator[Sandbox]:
@@ -241,3 +247,81 @@ class LifecycleConformance:
         finally:
             snapshot.delete()
         sandbox.snapshot("taken-once").delete()
+
+    # lost, and made anew
+
+    def test_a_lost_one_is_made_anew_with_what_was_kept(self, host: Instance, sandbox: Sandbox) -> None:
+        sandbox.exec("mkdir -p /opt/kept && echo then > /opt/kept/root", user="root", check=True)
+        sandbox.pause()
+        sandbox.resume()
+        sandbox.exec("echo now > /opt/kept/root", user="root", check=True)
+        digest = sandbox.exec("head -c 3000000 /dev/urandom | tee data | sha256sum", check=True).stdout
+        job = sandbox.spawn("sleep 1000")
+        stale = Sandbox.connect(sandbox.id, client=sandbox._client)
+        _lose(host, sandbox)
+        recreated = sandbox.recreate()
+        assert recreated is not None
+        assert (sandbox.state, sandbox.info.generation, sandbox.info.reason) == (SandboxState.RUNNING, 2, "")
+        assert (recreated.workspace, recreated.root) == ("all", "saved")
+        assert recreated.root_age_s is not None
+        assert 0 < recreated.root_age_s < 300
+        assert sandbox.exec("sha256sum < data", check=True).stdout == digest
+        assert sandbox.exec("cat /opt/kept/root", user="root", check=True).stdout == "then\n"
+        assert sandbox.exec("pgrep -fc '^sleep 1000'").stdout == "0\n"
+        assert job.refresh().status == "sandbox_lost"
+        assert stale.refresh().generation == 2
+        assert Snapshot.list(sandbox=sandbox.id, client=sandbox._client) == []
+        assert sandbox.recreate() == recreated  # it runs: nothing is done
+
+    def test_what_was_never_saved_does_not_come_back(self, host: Instance, client: Client) -> None:
+        with Sandbox.create(client=client, root_checkpoint_interval=0, **self.create_options) as sandbox:
+            sandbox.exec("echo x > /opt/gone && echo x > /workspace/here", user="root", check=True)
+            _lose(host, sandbox)
+            recreated = sandbox.recreate()
+            assert recreated is not None
+            assert (recreated.root, recreated.root_age_s) == ("template", None)
+            assert sandbox.info.reason == "recreated without the files outside of /workspace"
+            assert sandbox.exec("ls /opt/gone /workspace/here").stdout == "/workspace/here\n"
+
+    def test_its_root_is_saved_by_itself(self, host: Instance, client: Client) -> None:
+        with Sandbox.create(client=client, root_checkpoint_interval="1s", **self.create_options) as sandbox:
+            work = "for i in $(seq 100000); do :; done"  # one in which next to nothing happens is passed over
+            for number in range(2):
+                sandbox.exec(f"mkdir -p /opt/kept; echo {number} > /opt/kept/number; {work}", user="root", check=True)
+                time.sleep(6)  # time itself is what is tested: its interval, and what a slow save puts between two
+            _lose(host, sandbox)
+            recreated = sandbox.recreate()
+            assert recreated is not None
+            assert recreated.root_age_s is not None
+            assert recreated.root_age_s < 12
+            assert sandbox.exec("cat /opt/kept/number", user="root", check=True).stdout == "1\n"
+
+    def test_it_is_lost_and_made_anew_again_and_again(self, host: Instance, sandbox: Sandbox) -> None:
+        for generation in (2, 3, 4):
+            sandbox.exec(f"echo {generation} >> log", check=True)
+            _lose(host, sandbox)
+            sandbox.recreate()
+            assert sandbox.info.generation == generation
+        assert sandbox.files.read("log") == b"2\n3\n4\n"
+        sandbox.pause()
+        sandbox.resume()
+        assert sandbox.exec("cat log").stdout == "2\n3\n4\n"
+        (copy,) = sandbox.fork()
+        assert copy.files.read("log") == b"2\n3\n4\n"
+        copy.kill()
+
+    def test_only_a_lost_one_is_made_anew(self, sandbox: Sandbox) -> None:
+        assert sandbox.recreate() is None
+        assert sandbox.info.generation == 1
+        sandbox.pause()
+        with pytest.raises(Conflict):
+            sandbox.recreate()
+        sandbox.kill()
+        with pytest.raises(SandboxGone):
+            sandbox.recreate()
+
+
+def _lose(host: Instance, sandbox: Sandbox) -> None:
+    """Its process ends, without a word to anybody."""
+    host.kill_sandbox(sandbox.id)
+    wait_until(lambda: sandbox.refresh().state is SandboxState.LOST)

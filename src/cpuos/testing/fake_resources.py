@@ -56,6 +56,9 @@ class FakeDisks:
     async def copy(self, sandbox_id: str, *, to: Path) -> None:
         await asyncio.to_thread(_copy, self.path(sandbox_id) / "workspace", to)
 
+    async def leave(self, sandbox_id: str, *, to: Path) -> None:
+        await self.copy(sandbox_id, to=to)
+
     async def create_from(self, sandbox_id: str, *, image: Path, size_mib: int) -> Path:
         await self.create(sandbox_id, size_mib=size_mib)
         workspace = self.path(sandbox_id) / "workspace"

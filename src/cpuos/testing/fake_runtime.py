@@ -189,7 +189,9 @@ class FakeRuntime:
         process = self._read_process(sandbox_id)
         if process is None:
             raise PlatformError(f"cannot measure sandbox: {sandbox_id}", "it does not run")
-        return RuntimeStats(memory_bytes=_resident_bytes(process.pid), cpu_seconds=0.0, processes=1)
+        return RuntimeStats(
+            memory_bytes=_resident_bytes(process.pid), cpu_seconds=_cpu_seconds(process.pid), processes=1
+        )
 
     async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
         return RuntimeLimits()
@@ -275,6 +277,12 @@ def _pid_space(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
         return ""
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of it and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident_bytes(pid: int) -> int:

@@ -73,6 +73,8 @@ class NodeSandboxCreate(Request):
     """Begin with what this snapshot holds; template, runtime and sizes must be its own."""
     warm: bool = True
     """With its processes, where the snapshot has them; else only with its files."""
+    root_interval_s: float | None = Field(None, ge=0)
+    """So often what it has outside of /workspace is saved while it runs; 0: never; None: as its node does."""
 
 
 class NodeNetworkUpdate(Request):

@@ -124,6 +124,9 @@ class SandboxCreate(Request):
     snapshot: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None
     """Begin with a snapshot, by id or name: its files, and its processes where it has them. Template, runtime, sizes,
     labels and network that are not given are the snapshot's; those given must fit it."""
+    root_checkpoint_interval_s: float | None = Field(None, ge=0, le=86400)
+    """So often what it has outside of /workspace is saved while it runs, should it be lost; 0: only by a pause; its
+    node's own interval when not given."""
     labels: dict[LabelKey, Label] = Field(default_factory=dict, max_length=64)
     task: Annotated[str, StringConstraints(max_length=128)] | None = None
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
@@ -166,6 +169,7 @@ class Sandbox(Answer):
     idle_timeout_s: float | None = None
     on_idle: OnEnd = OnEnd.PAUSE
     auto_resume: bool = True
+    root_checkpoint_interval_s: float | None = None
     snapshot: str | None = None
     """Id of the snapshot that it began with."""
     started_from: StartedFrom | None = None

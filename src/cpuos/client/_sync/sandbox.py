@@ -96,6 +96,7 @@ class Sandbox:
         idle_timeout: str | float | None = None,
         on_idle: str | None = None,
         auto_resume: bool | None = None,
+        root_checkpoint_interval: str | float | None = None,
         labels: Mapping[str, str] | None = None,
         task: str | None = None,
         network: str | Network | None = None,
@@ -110,8 +111,9 @@ class Sandbox:
         It begins with a template ("python" is the default), or with a `snapshot`: then what is not given is as there.
         `timeout` is the session length: when it ends the sandbox is killed, or paused with `on_timeout="pause"`. After
         `idle_timeout` without a command, job, terminal, watch, transfer or preview connection it is paused, or killed
-        with `on_idle="kill"`; the next call resumes it, unless `auto_resume=False`. `network` is what it may reach:
-        "internet" (the default), "off" or a `Network`. `runtime="auto"` is the strongest that works on the host;
+        with `on_idle="kill"`; the next call resumes it, unless `auto_resume=False`. Each
+        `root_checkpoint_interval` its files outside of /workspace are saved for a `recreate`. `network` is what it may
+        reach: "internet" (the default), "off" or a `Network`. `runtime="auto"` is the strongest that works on the host;
         `min_isolation` refuses less, and a microVM that is only emulated is taken with `allow_emulated=True` alone. The
         same `idempotency_key` again gives the same sandbox. Interrupted in the middle, it kills what was being made.
         """
@@ -128,6 +130,9 @@ class Sandbox:
             "idle_timeout_s": None if idle_timeout is None else parse_duration_s(idle_timeout, name="idle_timeout"),
             "on_idle": on_idle,
             "auto_resume": auto_resume,
+            "root_checkpoint_interval_s": root_checkpoint_interval
+            if root_checkpoint_interval in (None, 0)
+            else parse_duration_s(root_checkpoint_interval, name="root_checkpoint_interval"),
             "labels": None if labels is None else make_labels(labels),
             "task": task,
             "network": None if network is None else network_values(network),

@@ -124,6 +124,10 @@ class DiskStore:
         failure nothing is at `to`."""
         await run_whole(asyncio.to_thread(self._copy, sandbox_id, to=to))
 
+    async def leave(self, sandbox_id: str, *, to: Path) -> None:
+        """As `copy`, of one that nobody writes any more: its image gets a second name, which takes no room."""
+        await run_whole(asyncio.to_thread(self._copy, sandbox_id, to=to, shared=True))
+
     async def park(self, sandbox_id: str) -> None:
         """Only files are left of it: no mount, no loop device. Not there is fine."""
         await asyncio.to_thread(self._park, sandbox_id)
@@ -218,13 +222,27 @@ class DiskStore:
         (folder / "image").unlink(missing_ok=True)
         copy_image(image, folder / "image")
         written_by = _written_by(image.with_suffix(".json"))
-        _write_record(folder, size_mib=size_mib, identity=read_identity(folder / "image"), written_by=written_by)
+        identity = read_identity(folder / "image")
+        _write_record(folder, size_mib=size_mib, identity=identity, written_by=written_by, sync=True)
 
-    def _copy(self, sandbox_id: str, *, to: Path) -> None:
+    def _link(self, folder: Path, to: Path) -> bool:
+        """False where it is mounted, or on another volume."""
+        if is_mounted(folder):
+            return False
+        try:
+            os.link(folder / "image", to)
+        except OSError as problem:
+            if problem.errno != errno.EXDEV:
+                raise
+            return False
+        return True
+
+    def _copy(self, sandbox_id: str, *, to: Path, shared: bool = False) -> None:
         folder = self.path(sandbox_id)
         try:
-            with frozen(folder / "workspace") if is_mounted(folder) else contextlib.nullcontext():
-                copy_image(folder / "image", to)
+            if not (shared and self._link(folder, to)):
+                with frozen(folder / "workspace") if is_mounted(folder) else contextlib.nullcontext():
+                    copy_image(folder / "image", to)
             # A copy was written by whoever wrote the original.
             to.with_suffix(".json").write_text(json.dumps({"written_by": _written_by(folder / "disk.json")}))
         except FileNotFoundError as problem:
@@ -299,8 +317,8 @@ def _written_by(record: Path) -> str:
         return "guest"
 
 
-def _write_record(folder: Path, *, size_mib: int, identity: str, written_by: str = "host") -> None:
-    """Last step of making a disk: it exists from here on."""
+def _write_record(folder: Path, *, size_mib: int, identity: str, written_by: str = "host", sync: bool = False) -> None:
+    """Last step of making a disk: it exists from here on; with `sync` also after a power cut."""
     record = {
         "format": _FORMAT,
         "sandbox": folder.name,
@@ -311,5 +329,9 @@ def _write_record(folder: Path, *, size_mib: int, identity: str, written_by: str
         "created_at": datetime.now(UTC).isoformat(),
     }
     part = folder / "disk.json.part"
-    part.write_text(json.dumps(record))
+    with part.open("w") as file:
+        file.write(json.dumps(record))
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     part.rename(folder / "disk.json")
