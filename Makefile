@@ -1,6 +1,6 @@
 # The verbs of this repository. Root on Debian 12 or Ubuntu 24.04 with Python 3.11+ is all they need.
 .DEFAULT_GOAL := help
-.PHONY: help setup templates demo up down test test-slow check fmt gen bench docs clean
+.PHONY: help setup setup-tests templates demo up down test test-slow check fmt gen bench docs clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/synced
@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml uv.lock
 setup: $(STAMP) ## Install and build what is missing on this machine
 	@$(PYTHON) -m cpuos.setup
 
+setup-tests: $(STAMP) ## As setup, and what only tests of microVMs need: QEMU and a guest kernel
+	@$(PYTHON) -m cpuos.setup --microvm
+
 templates: $(STAMP) ## Build all templates, also those that only some need
 	@$(PYTHON) -m cpuos.setup --templates
 
@@ -36,12 +39,12 @@ up: $(STAMP) ## Set up what is missing and start cpuOS
 down: $(STAMP) ## Stop cpuOS and its sandboxes
 	@.venv/bin/cpuos down
 
-test: setup ## Run the tests, on real sandboxes too
+test: setup-tests ## Run the tests, on real sandboxes too
 	@go=$$($(PYTHON) -m cpuos.setup --go) && cd guest && $(GO_ENVIRONMENT) "$$go" vet ./... && \
 		$(GO_ENVIRONMENT) "$$go" test ./...
 	$(PYTHON) -m pytest -m "not slow"
 
-test-slow: setup ## Run the long lanes
+test-slow: setup-tests ## Run the long lanes
 	$(PYTHON) -m pytest -m slow --timeout 1800
 
 check: $(STAMP) ## Lint, and see that generated files are current

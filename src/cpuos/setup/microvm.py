@@ -38,7 +38,7 @@ __all__ = ["QEMU", "KernelSource", "build_image", "image_is_current", "microvm_s
 QEMU = Path("/usr/bin/qemu-system-x86_64")
 _QEMU_PACKAGES = ("qemu-system-x86",)
 # Debian's and Ubuntu's names of packages that only depend on the newest kernel for virtual machines.
-_KERNEL_PACKAGES = {"debian": "linux-image-cloud-amd64", "ubuntu": "linux-image-kvm"}
+_KERNEL_PACKAGES = {"debian": "linux-image-cloud-amd64", "ubuntu": "linux-image-virtual"}
 _MODULES = ("virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng", "erofs", "overlay")
 _FOLDERS = ("dev", "proc", "sys", "lower", "upper", "new", "modules")
 _APT = ("-o", "DPkg::Lock::Timeout=300", "-o", "Acquire::Retries=3")

@@ -6,10 +6,12 @@ import contextlib
 import fcntl
 import os
 import socket
+import stat
 import struct
 
 __all__ = ["make_tap", "open_tap", "open_tun"]
 
+_CONTROL = "/dev/net/tun"
 # linux/if_tun.h, linux/sockios.h, linux/if_arp.h
 _TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
 _IFF_TUN, _IFF_TAP, _IFF_NO_PI = 0x0001, 0x0002, 0x1000
@@ -40,10 +42,24 @@ def open_tun(name: str) -> int:
 
 
 def _open(name: str, kind: int) -> int:
-    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = _open_control()
     try:
         fcntl.ioctl(descriptor, _TUNSETIFF, _REQUEST.pack(name.encode(), kind | _IFF_NO_PI))
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _open_control() -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(_CONTROL, flags)
+    except FileNotFoundError:
+        # No devtmpfs here: the kernel may have the driver, and nobody made the node of its device.
+        os.makedirs(os.path.dirname(_CONTROL), exist_ok=True)
+        try:
+            os.mknod(_CONTROL, 0o600 | stat.S_IFCHR, os.makedev(10, 200))
+        except FileExistsError:
+            pass
+        return os.open(_CONTROL, flags)

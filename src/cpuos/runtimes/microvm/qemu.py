@@ -43,7 +43,7 @@ class Qemu:
         words = [
             *(str(self.program), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
             *("-machine", f"microvm,isa-serial={console},x-option-roms=off,pit=off,pic=off,rtc=on"),
-            *("-accel", accelerator, "-cpu", "host" if self.kvm else "qemu64"),
+            *("-accel", accelerator, "-cpu", "host" if self.kvm else "max"),
             *("-smp", str(machine.cpu), "-m", str(machine.memory_mib)),
             *("-kernel", machine.kernel, "-initrd", machine.initrd),
             *("-append", f"{_kernel_arguments(machine, kvm=self.kvm)} {machine.arguments}"),
