@@ -31,6 +31,7 @@ from cpuos.cli import (
     sandboxes,
     shells,
     snapshots,
+    storage,
     templates,
 )
 from cpuos.cli.output import JsonOption, Output
@@ -61,6 +62,7 @@ app = typer.Typer(
 for group in (
     sandboxes,
     snapshots,
+    storage,
     exec,
     commands,
     shells,

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from cpuos.errors import Conflict, CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
 from cpuos.node.facts import NodeFactsReader
 from cpuos.node.service import NodeService
+from cpuos.node.stored import Stored
 from cpuos.node.template_store import TemplateStore
 from cpuos.types.node import (
     NodeGeneration,
@@ -32,6 +33,7 @@ from cpuos.types.node import (
     NodeSnapshotCreate,
 )
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN
+from cpuos.types.storage import Prune
 
 __all__ = ["ROUTES", "create_api"]
 
@@ -51,6 +53,7 @@ class _Call:
     service: NodeService
     facts: NodeFactsReader
     store: TemplateStore
+    stored: Stored
 
     @property
     def sandbox_id(self) -> str:
@@ -150,6 +153,15 @@ async def _delete_template(call: _Call) -> None:
     await call.store.delete(image)
 
 
+async def _get_storage(call: _Call) -> BaseModel:
+    return await call.stored.report()
+
+
+async def _prune(call: _Call) -> dict[str, Any]:
+    asked = _parse(Prune, await _read_body(call.request))
+    return {"items": await call.stored.prune(dry_run=asked.dry_run)}
+
+
 async def _get_changes(call: _Call) -> dict[str, Any]:
     wait_s = min(call.number("wait_s", 0.0), MAX_WAIT_S)
     seq, changes = await call.service.changes.after(int(call.number("after", 0)), wait_s=wait_s)
@@ -179,17 +191,21 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("DELETE", "/v1/snapshots/{snapshot}", _delete_snapshot),
     ("PUT", "/v1/templates/{image}", _put_template),
     ("DELETE", "/v1/templates/{image}", _delete_template),
+    ("GET", "/v1/storage", _get_storage),
+    ("POST", "/v1/storage/prune", _prune),
     ("GET", "/v1/changes", _get_changes),
     ("GET", "/v1/pool", _get_pool),
 ]
 
 
-def create_api(service: NodeService, facts: NodeFactsReader, store: TemplateStore) -> Starlette:
+def create_api(service: NodeService, facts: NodeFactsReader, store: TemplateStore, *, stored: Stored) -> Starlette:
     """The application; who may connect is checked by the protocol class in front of it."""
 
     def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            return await _answer(handler, _Call(request=request, service=service, facts=facts, store=store))
+            return await _answer(
+                handler, _Call(request=request, service=service, facts=facts, store=store, stored=stored)
+            )
 
         return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import builtins
 import json
 import os
 import socket
@@ -32,6 +33,7 @@ from cpuos.types.node import (
     SandboxStats,
     SnapshotFacts,
 )
+from cpuos.types.storage import NodeStorage, StorageItem
 
 __all__ = ["Changes", "DialClient", "Dialled", "LocalNodeClient", "NodeClient"]
 
@@ -119,6 +121,14 @@ class NodeClient(Protocol):
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Idempotent; refused as `snapshot_in_use` while a create reads it."""
+        ...
+
+    async def storage(self) -> NodeStorage:
+        """What takes room there."""
+        ...
+
+    async def prune(self, *, dry_run: bool) -> builtins.list[StorageItem]:
+        """Remove what nobody needs, or only say what that is."""
         ...
 
     async def changes(self, after: int, *, wait_s: float = 25.0) -> Changes:
@@ -212,6 +222,13 @@ class LocalNodeClient:
 
     async def delete_snapshot(self, snapshot: str) -> None:
         await self._call("DELETE", f"/v1/snapshots/{snapshot}")
+
+    async def storage(self) -> NodeStorage:
+        return NodeStorage.model_validate(await self._call("GET", "/v1/storage", timeout_s=MOVE_S))
+
+    async def prune(self, *, dry_run: bool) -> builtins.list[StorageItem]:
+        answer = await self._call("POST", "/v1/storage/prune", body={"dry_run": dry_run}, timeout_s=MOVE_S)
+        return [StorageItem.model_validate(item) for item in answer["items"]]
 
     async def changes(self, after: int, *, wait_s: float = 25.0) -> Changes:
         query = {"after": after, "wait_s": wait_s}

@@ -45,6 +45,7 @@ from cpuos.node.service import NodeService
 from cpuos.node.steps import Checkpoint
 from cpuos.node.storage import DiskStore, enter_mount_namespace, mount_alone
 from cpuos.node.storage.ballast import Ballast
+from cpuos.node.stored import Stored
 from cpuos.node.template_store import TemplateStore
 from cpuos.node.templates import Templates
 from cpuos.node.volume import Volume
@@ -78,6 +79,7 @@ class _Node:
     service: NodeService
     facts: NodeFactsReader
     store: TemplateStore
+    stored: Stored
 
 
 def main() -> None:
@@ -201,7 +203,8 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         runtimes=runtimes,
         max_sandboxes=settings.max_sandboxes,
     )
-    return _Node(service=service, facts=facts, store=store)
+    stored = service.stored(settings, node=facts.name)
+    return _Node(service=service, facts=facts, store=store, stored=stored)
 
 
 def _pool_limits(settings: Settings) -> PoolLimits:
@@ -265,7 +268,7 @@ class _Server(uvicorn.Server):
 
 def _server_config(node: _Node, *, allowed_uids: list[int]) -> uvicorn.Config:
     return uvicorn.Config(
-        create_api(node.service, node.facts, node.store),
+        create_api(node.service, node.facts, node.store, stored=node.stored),
         http=checked_protocol(allowed_uids),
         ws="none",
         lifespan="off",

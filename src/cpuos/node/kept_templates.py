@@ -63,12 +63,10 @@ class KeptTemplates:
             return True
         return any(template.name == name and template.digest == digest for template in self._templates.list())
 
-    def drop_except(self, digests: Collection[str]) -> None:
-        """Remove those that nothing needs any more."""
+    def unneeded(self, digests: Collection[str]) -> list[Path]:
+        """All but those of these digests."""
         needed = {self._path(digest).name for digest in digests}
-        for path in self._folder.iterdir():
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
+        return [path for path in self._folder.iterdir() if path.name not in needed]
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{re.sub('[^A-Za-z0-9]', '-', digest)}.erofs"

@@ -24,9 +24,11 @@ from cpuos.node.roots import Roots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.snapshots import Snapshots
 from cpuos.node.steps import Checkpoint, Step, run_steps
+from cpuos.node.stored import Stored
 from cpuos.node.upkeep import Upkeep
 from cpuos.node.volume import Tell, Volume, VolumeWatch
 from cpuos.runtimes.base import GuestLink
+from cpuos.settings import Settings
 from cpuos.types.limits import LimitFacts
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
@@ -190,6 +192,10 @@ class NodeService:
             frozen_as=record.thaw_from or None,
         )
         return Opened(link=await self._assembly.slots.guest_link(sandbox_id), signed=signed, session_key=key)
+
+    def stored(self, settings: Settings, *, node: str) -> Stored:
+        """What takes room here."""
+        return Stored(self._kit, upkeep=self._upkeep, settings=settings, node=node)
 
     # the daemon's start and end
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
+from pathlib import Path
 
 import structlog
 
 from cpuos.errors import CpuosError
+from cpuos.node.garbage import GRACE, Garbage
 from cpuos.node.images import pause_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
@@ -24,6 +26,7 @@ log = structlog.get_logger("cpuos.node")
 SWEEP_S = 5.0
 # How long a deleted sandbox's mark refuses late repeats of its create: far over every time limit of a call.
 GONE_KEPT = timedelta(hours=1)
+_ROUNDS_OF_GARBAGE = 12
 _IN_BETWEEN = (Stage.SAVING, Stage.PAUSING, Stage.RESUMING)
 
 
@@ -33,6 +36,7 @@ class Upkeep:
         self._ledger = kit.ledger
         self._lives = lives
         self._sweeper: asyncio.Task[None] | None = None
+        self._garbage = Garbage(kit.volume.folder, clock=kit.ledger.clock, checkpoint=kit.checkpoint)
 
     async def recover(self) -> None:
         """Runs before any call is taken."""
@@ -40,7 +44,8 @@ class Upkeep:
         await asyncio.to_thread(self._kit.assembly.images.sweep)
         await asyncio.gather(*(self._recover(record) for record in await self._ledger.load()))
         await self._remove_orphans()
-        await asyncio.to_thread(self._drop_templates)
+        await asyncio.to_thread(self._garbage.empty)
+        await self.collect()
 
     def start(self) -> None:
         """Begin to try again, now and then, what could not be done."""
@@ -53,9 +58,13 @@ class Upkeep:
             await asyncio.gather(self._sweeper, return_exceptions=True)
 
     async def _sweep_for_ever(self) -> None:
+        rounds = 0
         while True:
             await asyncio.sleep(SWEEP_S)
             await self.sweep()
+            rounds += 1
+            if rounds % _ROUNDS_OF_GARBAGE == 0:
+                await self.collect()
 
     async def sweep(self) -> None:
         """One round: what could not be taken up at the start, what is dead, paused or being deleted and still has parts
@@ -145,15 +154,32 @@ class Upkeep:
     async def _adopt(self, record: Record, runtime: Runtime | None) -> str:
         return await self._kit.adopt(record, runtime) if runtime is not None else "its runtime is not there any more"
 
-    def _drop_templates(self) -> None:
-        """No sandbox and no image was begun with them."""
-        images = self._kit.assembly.images
-        needed = {record.template_digest for record in self._ledger.all() if record.stage is not Stage.GONE}
+    async def collect(self, *, at_once: bool = False) -> None:
+        """Remove what nothing needs, and has not needed for a while; `at_once`: also what has just become so."""
+        unneeded = await self.unneeded()
+        ripe = await asyncio.to_thread(self._garbage.mark, unneeded, grace=timedelta() if at_once else GRACE)
+        # A create takes its template and writes its record without letting anyone else in between: so does this.
+        taken = set(self._kit.templates.unneeded(self._digests_of_records()))
+        for path in ripe:
+            if path in taken or path.name.startswith("."):
+                self._garbage.move(path)
+        await asyncio.to_thread(self._garbage.empty)
+
+    async def unneeded(self) -> list[Path]:
+        """Images of templates that no sandbox and no image was begun with."""
+        needed = self._digests_of_records()  # before the images: what is saved meanwhile has a record still
         try:
-            needed |= {images.read(name).template_digest for name in images.list()}
+            needed |= await asyncio.to_thread(self._digests_of_images)
         except CpuosError:
-            return  # what a damaged image needs nobody knows
-        self._kit.templates.drop_except(needed)
+            return []  # what a damaged image needs nobody knows
+        return self._kit.templates.unneeded(needed)
+
+    def _digests_of_records(self) -> set[str]:
+        return {record.template_digest for record in self._ledger.all() if record.stage is not Stage.GONE}
+
+    def _digests_of_images(self) -> set[str]:
+        images = self._kit.assembly.images
+        return {images.read(name).template_digest for name in images.list()}
 
     def _finish_images(self) -> None:
         """Digests that the last daemon did not come to."""

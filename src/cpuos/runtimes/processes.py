@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from cpuos.runtimes.base import Process
 
-__all__ = ["find_process", "open_process"]
+__all__ = ["find_process", "open_process", "unnamed_bytes"]
 
 
 def find_process(pid: int) -> Process | None:
@@ -34,3 +35,20 @@ def open_process(process: Process) -> int | None:
         return pidfd
     os.close(pidfd)
     return None
+
+
+def unnamed_bytes(pid: int, *, on: Path) -> int:
+    """What the files without a name that only this process holds take of the volume of `on`; 0 once it is gone."""
+    found = {}
+    try:
+        volume, entries = on.stat().st_dev, list(os.scandir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0
+    for entry in entries:
+        try:
+            facts = os.stat(entry.path)
+        except OSError:
+            continue
+        if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 0 and facts.st_dev == volume:
+            found[facts.st_ino] = facts.st_blocks * 512
+    return sum(found.values())

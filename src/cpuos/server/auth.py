@@ -38,6 +38,8 @@ class Permission(StrEnum):
     """What holds for all sandboxes of the workspace, such as its network policy."""
     AUDIT_READ = "audit.read"
     NODES_READ = "nodes.read"
+    NODES_WRITE = "nodes.write"
+    """The operator's: what all workspaces have on the nodes, and what of it goes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ ACTIONS = (
     "file.read_tree",
     "file.write_tree",
     "node.volume",
+    "storage.prune",
 )
 
 

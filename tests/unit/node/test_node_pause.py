@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -385,7 +386,11 @@ async def test_template_that_is_built_anew_changes_nothing_for_what_was_saved(se
         for letter in "abc":
             await node.client.delete(letter * 20, generation=1)
         await node.client.delete_snapshot(S)
+    clock = lambda: datetime.now(UTC) + timedelta(hours=2)  # noqa: E731
     async with fake_node(settings) as node:
+        assert len(list(kept.iterdir())) == 2  # marked, no more
+        node.service.ledger.clock = node.service._upkeep._garbage._clock = clock
+        await node.service._upkeep.collect()
         assert list(kept.iterdir()) == []
 
 
@@ -394,7 +399,8 @@ async def test_snapshot_of_a_build_that_is_gone_is_refused(node, asking):
     await snapshot(node)
     manifest = node.settings.template_dir / "python" / "manifest.json"
     manifest.write_text(manifest.read_text().replace("sha256:fake", "sha256:other"))
-    node.service._kit.templates.drop_except([])
+    for path in node.service._kit.templates.unneeded([]):
+        path.unlink()
     with pytest.raises(Conflict) as caught:
         await node.client.create(asking("b", snapshot=S))
     assert caught.value.code == "snapshot_incompatible"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import pytest
@@ -12,6 +11,7 @@ from cpuos.node.storage.ballast import Ballast
 from cpuos.node.storage.room import volume_bytes
 from cpuos.node.volume import VolumeWatch
 from cpuos.testing.node import fake_node, fake_settings
+from cpuos.testing.waiting import until
 from cpuos.types.node import NodeSandboxCreate
 
 MIB = 1 << 20
@@ -34,13 +34,6 @@ def create(sandbox_id: str) -> NodeSandboxCreate:
 def state_of(pid: int) -> str:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
-
-
-async def until(holds) -> None:
-    """A signal takes a moment to arrive."""
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_all_stand_still_until_there_is_room():

@@ -13,8 +13,12 @@ from cpuos.client._sync.http import Http
 from cpuos.client._sync.network import WorkspaceAccess
 from cpuos.client.config import load_config
 from cpuos.types.audit import AuditList
+from cpuos.types.storage import Prune, Pruned, Storage
 
 __all__ = ["Client"]
+
+# Every file is looked at.
+_STORAGE_S = 300.0
 
 
 class Client:
@@ -58,6 +62,17 @@ class Client:
         """Audit entries, oldest first; `next_after` of the answer continues."""
         query = {"sandbox": sandbox, "action": action, "after": after, "limit": limit}
         return parse_answer(AuditList, (self.server.call("GET", "/v1/audit", query=query)).body)
+
+    def storage(self) -> Storage:
+        """What takes room on the nodes, over all workspaces; needs a key with the permission `nodes.write`."""
+        answer = self.server.call("GET", "/v1/storage", read_timeout_s=_STORAGE_S)
+        return parse_answer(Storage, answer.body)
+
+    def prune(self, *, dry_run: bool = True) -> Pruned:
+        """Remove what nobody needs; unless `dry_run=False` is given, only say what that is."""
+        body = Prune(dry_run=dry_run).model_dump_json().encode()
+        answer = self.server.call("POST", "/v1/storage/prune", content=body, read_timeout_s=_STORAGE_S)
+        return parse_answer(Pruned, answer.body)
 
     def close(self) -> None:
         """End the open connections; a later call opens new ones."""

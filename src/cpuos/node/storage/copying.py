@@ -15,7 +15,7 @@ from pathlib import Path
 from cpuos.node import syscalls
 from cpuos.node.storage.room import require_room
 
-__all__ = ["copy_image", "frozen", "sync_all", "thaw"]
+__all__ = ["copy_image", "frozen", "share", "sync_all", "thaw"]
 
 # linux/fs.h
 _FICLONE = 0x40049409
@@ -30,7 +30,7 @@ def copy_image(source: Path, target: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         write = os.open(target, flags, 0o600)
         try:
-            if not _share(read, write):
+            if not share(read, write):
                 parts = list(_data(read))
                 require_room(write, sum(end - start for start, end in parts))
                 os.ftruncate(write, os.fstat(read).st_size)
@@ -83,7 +83,7 @@ def _thaw(folder: int) -> None:
             raise
 
 
-def _share(read: int, write: int) -> bool:
+def share(read: int, write: int) -> bool:
     """Both have the same blocks until one is written to; False where the volume cannot."""
     try:
         fcntl.ioctl(write, _FICLONE, read)

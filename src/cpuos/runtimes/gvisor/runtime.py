@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
 from cpuos.runtimes.gvisor.version import RUNSC_VERSION
 from cpuos.runtimes.gvisor.watchdog import MemoryWatchdog, OomKill, VictimWorker
 from cpuos.runtimes.limits import ControlGroups
-from cpuos.runtimes.processes import find_process, open_process
+from cpuos.runtimes.processes import find_process, open_process, unnamed_bytes
 from cpuos.types.sandbox import Isolation
 
 __all__ = ["GvisorRuntime"]
@@ -101,7 +100,7 @@ class GvisorRuntime:
         memory_bytes = (await self.stats(sandbox_id)).memory_bytes
         running = self._running[sandbox_id]
         # The root's layer is a file, and is saved with the memory and apart.
-        return memory_bytes + 2 * await asyncio.to_thread(_layer_bytes, running.process.pid, running.overlay)
+        return memory_bytes + 2 * await asyncio.to_thread(unnamed_bytes, running.process.pid, on=running.overlay)
 
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
         await self._save(sandbox_id, "checkpoint", image=image)
@@ -172,7 +171,7 @@ class GvisorRuntime:
         running = self._running.get(spec.id)
         if running is None:
             raise _not_found("measure", spec.id)
-        held = await asyncio.to_thread(_layer_bytes, running.process.pid, running.overlay)
+        held = await asyncio.to_thread(unnamed_bytes, running.process.pid, on=running.overlay)
         return RuntimeLimits(
             processes_full=await self._control(spec.id).processes_full(),
             root_full=held + _LAYER_ALMOST >= layer_mib(spec.disk_mib) << 20,
@@ -339,20 +338,6 @@ def _unsaved(sandbox_id: str, verb: str, outcome: Outcome) -> CpuosError:
     if "no space left on device" in outcome.output:
         return CapacityExceeded(what, "the node's data volume has no room")
     return PlatformError(what, f"runsc {verb} ended with {outcome.returncode}: {outcome.output[-500:]}")
-
-
-def _layer_bytes(pid: int, overlay: Path) -> int:
-    """What the sentry's file for the root's layer takes: it has no name, and only the sentry holds it."""
-    volume = overlay.stat().st_dev
-    found = {}
-    for entry in os.scandir(f"/proc/{pid}/fd"):
-        try:
-            facts = os.stat(entry.path)
-        except OSError:
-            continue
-        if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 0 and facts.st_dev == volume:
-            found[facts.st_ino] = facts.st_blocks * 512
-    return sum(found.values())
 
 
 def _read_first(spec: SandboxSpec) -> str:

@@ -36,6 +36,7 @@ from cpuos.server.routes.snapshots import (
     pause_sandbox,
     resume_sandbox,
 )
+from cpuos.server.routes.storage import get_storage, prune_storage
 from cpuos.server.routes.templates import (
     create_build,
     delete_build,
@@ -83,6 +84,8 @@ ROUTES: tuple[Route, ...] = (
     Route(method="PATCH",  path="/v1/builds/{build}",         handler=update_build,   permission=P.SANDBOXES_WRITE,  audit="build.update"),
     Route(method="DELETE", path="/v1/builds/{build}",         handler=delete_build,   permission=P.SANDBOXES_WRITE,  audit="build.cancel"),
     Route(method="GET",    path="/v1/nodes",                  handler=list_nodes,     permission=P.NODES_READ),
+    Route(method="GET",    path="/v1/storage",                handler=get_storage,    permission=P.NODES_WRITE),
+    Route(method="POST",   path="/v1/storage/prune",          handler=prune_storage,  permission=P.NODES_WRITE,      audit="storage.prune"),
     Route(method="GET",    path="/v1/capacity",               handler=get_capacity,   permission=P.NODES_READ),
     Route(method="GET",    path="/v1/health",                 handler=get_health,     permission=None),
 )
