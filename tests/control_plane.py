@@ -33,8 +33,10 @@ from cpuos.types.node import (
     SandboxStats,
     SnapshotFacts,
     TemplateFacts,
+    VolumeFacts,
 )
 from cpuos.types.sandbox import Isolation, StartedFrom
+from cpuos.types.storage import NodeStorage, StorageItem
 
 
 class ManualClock:
@@ -107,6 +109,13 @@ class FakeNode:
         self.gates: defaultdict[str, Gate] = defaultdict(Gate)
         """Verb to the gate that its calls pass first."""
         self._news = asyncio.Condition()
+
+    async def storage(self) -> NodeStorage:
+        volume = VolumeFacts(full=False, total_bytes=1 << 40, free_bytes=1 << 40, ballast_bytes=0)
+        return NodeStorage(node="node-1", volume=volume, reflink=False, items=[])
+
+    async def prune(self, *, dry_run: bool) -> list[StorageItem]:
+        return []
 
     async def facts(self) -> NodeFacts:
         self._demand_reachable()

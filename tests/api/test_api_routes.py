@@ -32,9 +32,10 @@ BODIES = {
     "create_port": {"port": 3000},
     "update_sandbox_network": {"mode": "off"},
     "update_workspace_network": {"mode": "internet"},
+    "prune_storage": {},
 }
 NOT_FOUND = {"sandboxes": "sandbox_not_found", "snapshots": "snapshot_not_found"}
-VERBS = {"create", "get", "list", "update", "delete", "pause", "resume", "fork"}
+VERBS = {"create", "get", "list", "update", "delete", "pause", "resume", "fork", "prune"}
 
 
 def name(route: Route) -> str:
