@@ -11,6 +11,7 @@ from sqlalchemy import update
 from control_plane import Server
 from cpuos.errors import Unavailable
 from cpuos.server.db.models import Workspace
+from cpuos.testing.waiting import until
 from cpuos.types.node import PoolFacts, ReadySandbox
 
 FIRST, SECOND = "a" * 20, "b" * 20
@@ -118,3 +119,28 @@ async def test_the_running_server_hears_of_it(installation) -> None:
             while server.plane.scheduler._ready.seq != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert (await server.created())["id"] == FIRST
+
+
+async def test_the_gateway_is_at_what_is_ready_and_leaves_what_is_gone(installation) -> None:
+    node, gateway = installation.node, installation.gateway
+    gateway.attached["c" * 20] = 1  # an earlier server knew it, and it went while no server ran
+    node.ready = PoolFacts(seq=1, ready=[ready(FIRST), ready(SECOND)])
+    async with installation.serve() as server:
+        await server.plane.reconciler._ready.follow()
+        await until(lambda: set(gateway.attached) == {FIRST, SECOND})
+        assert (await server.created())["id"] == FIRST
+        node.ready = PoolFacts(seq=2, ready=[])
+        await server.plane.reconciler._ready.follow()
+        await until(lambda: set(gateway.attached) == {FIRST})
+        assert {"c" * 20, SECOND} <= gateway.forgotten
+        assert FIRST not in gateway.forgotten
+
+
+async def test_one_that_was_given_up_meanwhile_is_reached_anew(server: Server, offer: Offer) -> None:
+    gateway = server.installation.gateway
+    await offer(ready(FIRST))
+    server.installation.node.ready = PoolFacts()  # it has none any more, and begins this one cold
+    made = await server.created()
+    assert (made["id"], made["started_from"], made["state"]) == (FIRST, "cold", "running")
+    assert FIRST in gateway.forgotten
+    assert gateway.attached == {FIRST: 1}

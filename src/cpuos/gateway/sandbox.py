@@ -110,6 +110,7 @@ class GatewaySandbox:
             if generation == self.generation and self.ended is not None:
                 raise self.gone()
             if generation == self.generation and self.gate.open and self.hello is not None:
+                self.activity.touch()  # it may have been ready for long, and is somebody's from now on
                 return self.hello
             if generation > self.generation and self.generation and self.ended is None:
                 await self.end(CommandStatus.SANDBOX_LOST, "the sandbox was made anew as another generation")

@@ -3,7 +3,6 @@ everything again. It holds ids and numbers; paths are derived from them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -135,7 +134,7 @@ class Journal:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(draft, flags, 0o600)
         try:
-            os.write(descriptor, json.dumps(record.model_dump(mode="json")).encode())
+            os.write(descriptor, record.model_dump_json().encode())
             if sync:
                 os.fsync(descriptor)
         finally:

@@ -136,8 +136,9 @@ class Scheduler(Protocol):
         """Hold exactly these committed reservations (key to node and amount), as the records say after a restart."""
         ...
 
-    async def follow_ready(self) -> None:
-        """Hear which sandboxes are ready; returns at the next news, or after some time without any."""
+    async def follow_ready(self) -> set[str]:
+        """Hear which sandboxes are ready, those included that were given away a moment ago; returns at the next news,
+        or after some time without any."""
         ...
 
     def nodes(self) -> Sequence[NodeView]: ...

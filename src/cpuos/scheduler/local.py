@@ -99,12 +99,14 @@ class LocalScheduler:
         self._reservations = {**pending, **recorded}
         self._reserved = reduce(Capacity.plus, (one.amount for one in self._reservations.values()), Capacity())
 
-    async def follow_ready(self) -> None:
+    async def follow_ready(self) -> set[str]:
         try:
-            self._ready.note(await self._node.pool(self._ready.seq, wait_s=READY_WAIT_S))
+            facts = await self._node.pool(self._ready.seq, wait_s=READY_WAIT_S)
         except CpuosError:
             self._ready.note(PoolFacts())  # whatever it had ready, another daemon has to tell of it
             raise
+        self._ready.note(facts)
+        return {ready.id for ready in facts.ready}
 
     def nodes(self) -> Sequence[NodeView]:
         if self._facts is None:

@@ -37,6 +37,7 @@ from cpuos.server.network import Networks
 from cpuos.server.pausing import Pausing
 from cpuos.server.policies import AllowAll, Policy
 from cpuos.server.quotas import Quotas
+from cpuos.server.ready import ReadySandboxes
 from cpuos.server.reconciler import Reconciler
 from cpuos.server.recreating import Recreating
 from cpuos.server.settlement import Settlement
@@ -254,8 +255,7 @@ async def _wire(
     async with database.read() as connection:
         scheduler.adopt({row.id: (row.node, amount_of(row)) for row in await live_rows(connection)})
     audit = Audit(clock, epoch=epoch, deadline_s=options.outcome_deadline_s)
-    idempotency, quotas = Idempotency(clock), Quotas()
-    networks = Networks(database, scheduler)
+    idempotency, quotas, networks = Idempotency(clock), Quotas(), Networks(database, scheduler)
     verbs = _verbs(
         options,
         database,
@@ -272,6 +272,7 @@ async def _wire(
         scheduler=scheduler,
         lifecycle=verbs.lifecycle,
         pausing=verbs.pausing,
+        ready=ReadySandboxes(database, scheduler=scheduler, gateway=gateway, lifecycle=verbs.lifecycle, tasks=tasks),
         wakes=Wakes(database=database, gateway=gateway, pausing=verbs.pausing, tasks=tasks, clock=clock),
         snapshots=verbs.snapshots,
         networks=networks,

@@ -21,6 +21,7 @@ from cpuos.scheduler.base import Demand, Placement, Scheduler
 from cpuos.server.asks import demand_of_request, hostname_of, new_id, node_request, what_is_missing
 from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
+from cpuos.server.creation import Creation
 from cpuos.server.db.database import Database
 from cpuos.server.db.sandboxes import advance, insert_sandbox, row_of, update_fields
 from cpuos.server.decide import session_over
@@ -33,38 +34,13 @@ from cpuos.server.tasks import Tasks
 from cpuos.server.templates.names import Meaning, TemplateNames
 from cpuos.types.audit import AuditResult
 from cpuos.types.node import SandboxFacts
-from cpuos.types.sandbox import SandboxCreate, SandboxState, SandboxUpdate
+from cpuos.types.sandbox import SandboxCreate, SandboxState, SandboxUpdate, StartedFrom
 
-__all__ = ["Creation", "Lifecycle"]
+__all__ = ["Lifecycle"]
 
 _log = structlog.get_logger("cpuos.server.lifecycle")
 Rescue = Callable[[Row[Any]], Awaitable[bool]]
 Begin = Callable[[datetime], Awaitable[Row[Any]]]
-
-
-class Creation:
-    """A create at work in this process: others may end its waiting, and wait for its end."""
-
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
-        self._abandoned: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def abandon(self, reason: str) -> None:
-        """Nobody needs to wait for its agent any more."""
-        if not self._abandoned.done():
-            self._abandoned.set_result(reason)
-
-    async def unless_abandoned(self, work: Any, *, what: str) -> Any:
-        """The result of `work`, or sandbox_lost as soon as the create is abandoned."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-        finally:
-            if task.cancel():
-                await asyncio.gather(task, return_exceptions=True)
-        raise SandboxGone(f"cannot {what}", self._abandoned.result(), hint="cpuos create")
 
 
 class Lifecycle:
@@ -135,7 +111,7 @@ class Lifecycle:
                 intent=intent,
             )
             begun(sandbox_id)
-            return await self._make(row, origin=origin, creation=creation, undo=undo)
+            return await self._make(row, origin=origin, creation=creation, undo=undo, ready=placement.ready is not None)
 
     async def recreate(self, row: Row[Any], demand: Demand, *, origin: Row[Any], begin: Begin) -> Row[Any]:
         """A lost one runs again, from what `origin` kept of it; or an error and it is lost as before. `begin` writes
@@ -283,7 +259,7 @@ class Lifecycle:
             return self._scheduler.reserve(sandbox_id, demand)
 
     async def _make(
-        self, row: Row[Any], *, origin: Row[Any] | None, creation: Creation, undo: AsyncExitStack
+        self, row: Row[Any], *, origin: Row[Any] | None, creation: Creation, undo: AsyncExitStack, ready: bool = False
     ) -> Row[Any]:
         """On its node, of which it has room from here on; a failure undoes it."""
         self._scheduler.commit(row.id)
@@ -291,8 +267,14 @@ class Lifecycle:
         undo.push_async_callback(self._remove_from_node, row)
         policy = await self._networks.effective(row)
         undo.push_async_callback(self._forget_quietly, row)
-        async with self._attaching(row, starting_s=self._create_deadline.total_seconds()) as attached:
+        async with AsyncExitStack() as stack:
+            attaching = self._attaching(row, starting_s=self._create_deadline.total_seconds())
+            attached = await stack.enter_async_context(attaching)
             facts = await self._scheduler.client(row.node).create(node_request(row, policy, origin=origin))
+            if ready and facts.started_from is not StartedFrom.POOL:
+                # The one that was ready was given up; the gateway may be at its agent, or have been.
+                await self._forget_quietly(row)
+                attached = await stack.enter_async_context(self._attaching(row))
             missing = what_is_missing(facts, verb="began", memory=origin is not None and origin.memory)
             return await self._start(row, facts, attached=attached, creation=creation, missing=missing)
 

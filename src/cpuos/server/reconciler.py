@@ -35,6 +35,7 @@ from cpuos.server.journal import JournalIngest
 from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
 from cpuos.server.pausing import Pausing
+from cpuos.server.ready import ReadySandboxes
 from cpuos.server.settlement import Settlement
 from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
@@ -62,6 +63,7 @@ class Reconciler:
         scheduler: Scheduler,
         lifecycle: Lifecycle,
         pausing: Pausing,
+        ready: ReadySandboxes,
         wakes: Wakes,
         snapshots: Snapshots,
         networks: Networks,
@@ -78,6 +80,7 @@ class Reconciler:
         self._scheduler = scheduler
         self._lifecycle = lifecycle
         self._pausing = pausing
+        self._ready = ready
         self._wakes = wakes
         self._snapshots = snapshots
         self._networks = networks
@@ -99,7 +102,7 @@ class Reconciler:
             (self.tell_networks, TICK_S),
             (self.pause_idle, TICK_S),
             (self._wakes.follow, 0),
-            (self.follow_ready, 0),
+            (self._ready.follow, 0),
             (self.ingest, TICK_S),
             (self.ingest_connections, TICK_S),
         ]
@@ -144,10 +147,6 @@ class Reconciler:
     async def pause_idle(self) -> None:
         """What was idle for its time is paused or ended."""
         await self._wakes.pause_idle()
-
-    async def follow_ready(self) -> None:
-        """Which sandboxes its node has ready."""
-        await self._scheduler.follow_ready()
 
     async def ingest(self) -> None:
         """Take over the gateway's journal."""
