@@ -45,7 +45,7 @@ type agent struct {
 
 func newAgent(sandbox string, nodeKey ed25519.PublicKey, etc string) *agent {
 	return &agent{
-		identity: identity{Sandbox: sandbox}, nodeKey: nodeKey, users: &userTable{folder: etc}, children: &reaper{waiters: map[int]func(syscall.WaitStatus){}, born: make(chan os.Signal, 1)}, started: now(),
+		identity: identity{Sandbox: sandbox}, nodeKey: nodeKey, users: &userTable{folder: etc}, children: &reaper{waiters: map[int]func(syscall.WaitStatus){}, born: make(chan struct{}, 1)}, started: now(),
 		prepare: func() {}, conns: map[*net.TCPConn]bool{}, commands: map[string]*command{}, leaders: map[int]*command{},
 	}
 }
@@ -87,8 +87,6 @@ type handler = func(a *agent, r *request) any
 var routes = map[string]handler{
 	"POST /v1/identity":           (*agent).setIdentity,
 	"GET /v1/hello":               (*agent).hello,
-	"POST /v1/clock":              (*agent).setClock,
-	"POST /v1/shutdown":           (*agent).shutdown,
 	"POST /v1/freeze":             (*agent).freeze,
 	"POST /v1/thaw":               (*agent).thaw,
 	"GET /v1/commands":            (*agent).listCommands,
@@ -212,21 +210,4 @@ func (a *agent) hello(*request) any {
 		"contract": contractGeneration, "agent": version, "sandbox": a.identity.Sandbox, "generation": a.identity.Generation,
 		"incarnation": a.identity.Incarnation, "boot_s": elapsed(a.started, now()), "commands": len(running), "frozen": orNull(a.frozen),
 	}
-}
-
-func (a *agent) setClock(r *request) any {
-	var body struct{ Now float64 }
-	r.readJSON(&body)
-	demand(body.Now > 0, invalid("now is a positive number of unix seconds"))
-	return map[string]any{"set": setTime(body.Now) == nil}
-}
-
-func setTime(now float64) error {
-	at := syscall.NsecToTimeval(int64(now * 1e9))
-	return syscall.Settimeofday(&at)
-}
-
-func (a *agent) shutdown(*request) any {
-	syscall.Sync()
-	return map[string]any{"synced": true}
 }

@@ -345,7 +345,7 @@ func ignoredSignals(t *testing.T, status []byte) (set uint64) {
 }
 func TestSignalsDoNotEndTheAgent(t *testing.T) {
 	a := startAgent(t)
-	for _, name := range []string{"TERM", "INT", "HUP", "QUIT", "SEGV", "ABRT", "USR1", "PIPE", "BUS", "KILL"} {
+	for _, name := range []string{"TERM", "INT", "HUP", "QUIT", "SEGV", "ABRT", "USR1", "PIPE", "BUS", "TSTP", "CHLD", "URG", "PROF", "40", "64", "KILL"} {
 		a.run("kill -"+name+" 1", with{"user": "root"})
 	}
 	// Who started this test may ignore signals itself (make does, by posix_spawn): no more than that is inherited.

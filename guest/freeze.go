@@ -231,7 +231,8 @@ func (a *agent) goOn() int {
 
 // goOnAs is goOn with all that a new incarnation must be told before; another sandbox than the one that froze has more.
 func (a *agent) goOnAs(who identity, another bool) map[string]any {
-	setTime(who.Now)
+	clock := syscall.NsecToTimeval(int64(who.Now * 1e9))
+	syscall.Settimeofday(&clock)
 	programs := []string{}
 	if another {
 		if a.forgetHost(who) { // takes seconds, and nobody waits for it: a server reads them when it starts

@@ -2,6 +2,7 @@
 package main
 
 import (
+	"context"
 	"crypto/ed25519"
 	"encoding/base64"
 	"flag"
@@ -15,6 +16,7 @@ import (
 	"sync"
 	"syscall"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -85,16 +87,9 @@ func reserveThreads() {
 	parked.Wait()
 }
 
-// beInit does what the first process owes: signals never end it (they are caught, not ignored, as programs would inherit
-// that), orphans come to it, and programs get sane limits.
+// beInit does what the first process owes: signals never end it, orphans come to it, and programs get sane limits.
 func beInit() {
-	caught := make(chan os.Signal, 16)
-	signal.Notify(caught)
-	signal.Reset(syscall.SIGURG, syscall.SIGCHLD, syscall.SIGPROF) // Go's own, and the reaper's
-	go func() {
-		for range caught {
-		}
-	}()
+	beDeaf()
 	syscall.Umask(0o022)
 	unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
 	if os.Getpid() != 1 {
@@ -108,9 +103,32 @@ func beInit() {
 	os.Chdir("/")
 }
 
+// beDeaf has signals do nothing here. They are caught, not ignored, as programs would inherit that. But Go sets each that it
+// handles back in every child, sixty calls before a program starts: so it believes that they are ignored, also before.
+func beDeaf() {
+	for number := syscall.Signal(1); number <= 64; number++ {
+		if number != syscall.SIGURG { // Go's own
+			var action [4]uintptr
+			signal.Ignore(number)
+			signal.Notify(make(chan os.Signal, 1), number)
+			sigaction(number, nil, &action)
+			signal.Ignore(number)
+			if number == syscall.SIGCHLD { // the reaper waits anyway
+				action = [4]uintptr{}
+			}
+			sigaction(number, &action, nil)
+		}
+	}
+}
+
+func sigaction(number syscall.Signal, to, from *[4]uintptr) {
+	syscall.RawSyscall6(syscall.SYS_RT_SIGACTION, uintptr(number), uintptr(unsafe.Pointer(to)), uintptr(unsafe.Pointer(from)), 8, 0, 0)
+}
+
 func bind(address string) (listener net.Listener, err error) {
+	config := net.ListenConfig{KeepAlive: -1} // the other end is this machine's
 	for end := now().Add(bindTime); ; time.Sleep(5 * time.Millisecond) {
-		if listener, err = net.Listen("tcp4", address); err == nil || now().After(end) {
+		if listener, err = config.Listen(context.Background(), "tcp4", address); err == nil || now().After(end) {
 			return listener, err
 		}
 	}

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"fmt"
 	"os"
-	"os/signal"
 	"slices"
 	"strconv"
 	"sync"
@@ -16,7 +15,7 @@ import (
 type reaper struct {
 	mu      sync.Mutex // guards waiters; held while a child is made too, as that may end before its fork has returned
 	waiters map[int]func(syscall.WaitStatus)
-	born    chan os.Signal
+	born    chan struct{}
 }
 
 // spawn starts a program; ended is called once, from the reaper, and must not block.
@@ -32,8 +31,6 @@ func (p *reaper) spawn(path string, argv []string, attributes *syscall.ProcAttr,
 }
 
 func (p *reaper) loop() {
-	// Orphans of programs that a runtime put in from outside come without a spawn of ours; SIGCHLD tells of them.
-	signal.Notify(p.born, syscall.SIGCHLD)
 	for {
 		var status syscall.WaitStatus
 		pid, err := syscall.Wait4(-1, &status, 0, nil)

@@ -74,7 +74,7 @@ func TestHeadsOutOfContract(t *testing.T) {
 	}
 	a.want(404, "not_found", "GET", "/v1/nothing", nil)
 	a.want(404, "not_found", "PATCH", "/v1/hello", nil)
-	a.want(400, "invalid", "POST", "/v1/clock", []byte(strings.Repeat(" ", jsonBytes+1)))
+	a.want(400, "invalid", "POST", "/v1/identity", []byte(strings.Repeat(" ", jsonBytes+1)))
 }
 
 func TestKeepAliveAndChunks(t *testing.T) {

@@ -140,9 +140,6 @@ class FakeAgent:
                 return HttpResponse(json=await self.freezer.freeze(str((await request.json()).get("freeze"))))
             case "POST", ["thaw"]:
                 return HttpResponse(json=self.freezer.thaw(str((await request.json()).get("freeze"))))
-            case "POST", ["clock"] | ["shutdown"]:
-                await request.json()
-                return HttpResponse(json={})
         raise GuestError("not_found", f"no route {request.method} {request.path}")
 
     def _accept_identity(self, body: dict[str, str]) -> dict[str, object]:
