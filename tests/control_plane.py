@@ -338,6 +338,8 @@ class FakeGateway:
         self.suspended: dict[str, dict[str, Any]] = {}
         self.suspend_error: CpuosError | None = None
         self.suspend_gate = Gate()
+        self.told: dict[str, Suspended] = {}
+        """What sandboxes tell of themselves when they are frozen."""
         self.idle_since: dict[str, float | None] = {}
         """None: it is busy."""
         self.wakes_source = "gateway-process-1"
@@ -365,7 +367,7 @@ class FakeGateway:
         if if_idle_since is not None and (idle is None or idle > if_idle_since):
             raise Conflict("cannot suspend: it is busy", code="sandbox_busy")
         self.suspended[sandbox_id] = {"freeze": freeze, "auto_resume": auto_resume}
-        return Suspended(processes=1, listeners=[], commands=[])
+        return self.told.get(sandbox_id, Suspended(processes=1, listeners=[], commands=[]))
 
     async def activity(self) -> dict[str, SandboxActivity]:
         self._demand_reachable()

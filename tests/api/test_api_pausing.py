@@ -10,6 +10,7 @@ import pytest
 
 from control_plane import Installation, Server, check_nothing_is_left, error_of
 from cpuos.errors import AgentFailure, Conflict, PlatformError, Unavailable
+from cpuos.server.gateway import Listener, Suspended
 from cpuos.testing.waiting import until
 from cpuos.types.node import Restored
 
@@ -337,3 +338,41 @@ async def test_a_server_that_ends_in_the_middle(installation: Installation, verb
         await server.settle()
         await check_nothing_is_left(server)
         assert (await server.get("one"))["state"] == ("running" if verb == "pause" else "paused")
+
+
+async def test_what_a_resume_did_not_bring_back_is_said(server: Server) -> None:
+    node, gateway = server.installation.node, server.installation.gateway
+    sandbox = (await server.created(name="one"))["id"]
+    gateway.told[sandbox] = Suspended(processes=3, listeners=[Listener(port=8000, address="0.0.0.0")], commands=["c1"])
+    assert (await pause(server)).status_code == 200
+    made = (await resume(server)).json()
+    assert (made["resumed_from"], made["restore_incomplete"], made["reason"]) == ("memory", [], "")
+    await pause(server)
+    node.restores = Restored.ROOT
+    made = (await resume(server)).json()
+    missing = ["3 processes", "command c1", "listener on 0.0.0.0:8000"]
+    assert (made["resumed_from"], made["restore_incomplete"]) == ("files", missing)
+    assert made["reason"] == "resumed without its processes"
+    entries = (await server.http.get(f"/v1/audit?sandbox={sandbox}")).json()["entries"]
+    (noted,) = [one for one in entries if one["action"] == "sandbox.restore_incomplete"]
+    assert noted["detail"] == {"reason": "resumed without its processes", "missing": missing}
+    await check_nothing_is_left(server)
+
+
+async def test_a_resume_after_a_pause_that_nobody_wrote_down_says_what_it_can(installation: Installation) -> None:
+    """The server was ended when the node had paused it and the record did not say so yet."""
+    node = installation.node
+    async with installation.serve(stop_grace_s=0) as server:
+        sandbox = (await server.created(name="one"))["id"]
+        node.gates["pause"].close()
+        call = asyncio.create_task(pause(server))
+        await until(lambda: node.gates["pause"].waiting)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    node.gates["pause"].open()
+    node._set(node.sandboxes[sandbox], paused=True)
+    node.restores = Restored.ROOT
+    async with installation.serve() as server:
+        await server.settle()
+        assert (await server.get("one"))["state"] == "paused"
+        assert (await resume(server)).json()["restore_incomplete"] == ["all processes"]

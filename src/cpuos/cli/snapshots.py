@@ -55,6 +55,8 @@ def resume(ctx: typer.Context, sandbox: SandboxArgument, as_json: JsonOption = F
     with _moving(ctx, sandbox, "resuming") as (output, sbx):
         sbx.resume()
         _show(output, sbx)
+        for missing in sbx.info.restore_incomplete or ():
+            output.progress(f"did not come back: {missing}")
 
 
 def recreate(ctx: typer.Context, sandbox: SandboxArgument, as_json: JsonOption = False) -> None:

@@ -58,13 +58,22 @@ class Pausing:
                 raise Conflict(f"cannot resume sandbox: {sandbox_id}", f"it is {record.stage}")
             if not record.parked:  # what the pause did not come to
                 await self._lives.park(record, reason=record.pause_reason)
-            memory = request.memory and not record.memory_stale
-            saved = await self._read(record, memory=memory)
+            memory, why = request.memory and not record.memory_stale, ""
+            if record.memory_stale:
+                why = "what was saved of them is older than its files"
+            try:
+                saved = await self._read(record, memory=memory)
+            except Conflict as error:
+                if not memory:
+                    raise
+                log.warning("processes do not fit, files may", sandbox=sandbox_id, why=error.why)
+                saved = await self._read(record, memory=False)
+                memory, why = False, error.why
             await check_room_to_restore(self._kit, saved, verb="resume", sandbox_id=sandbox_id)
             newer = request.network if request.network.version >= record.policy.version else record.policy
             record = record.becomes(Stage.PAUSED, network=newer)
             if not memory:
-                return await self._take_up(record, saved, restored=Restored.ROOT)
+                return await self._take_up(record, saved, restored=Restored.ROOT, why=why)
             try:
                 return await self._take_up(record, saved, restored=Restored.MEMORY)
             except CpuosError as error:
@@ -74,7 +83,7 @@ class Pausing:
                 current = self._ledger.held(sandbox_id, generation=request.generation)
                 if not current.parked:
                     raise
-                return await self._take_up(current, saved, restored=Restored.ROOT)
+                return await self._take_up(current, saved, restored=Restored.ROOT, why=error.why)
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
         """It answers: of the image only the root is needed any more, should the sandbox die."""
@@ -164,7 +173,8 @@ class Pausing:
             raise Conflict(what, "its files were not saved apart from its processes", code="snapshot_incompatible")
         return saved
 
-    async def _take_up(self, paused: Record, saved: Manifest, *, restored: Restored) -> SandboxFacts:
+    async def _take_up(self, paused: Record, saved: Manifest, *, restored: Restored, why: str = "") -> SandboxFacts:
+        """`why`: no more than this is taken up."""
         images, name, now = self._kit.assembly.images, pause_name(paused.id), self._ledger.clock()
         runtime = self._kit.runtime_of(paused)
         # Processes that begin anew are not frozen.
@@ -176,7 +186,7 @@ class Pausing:
             session_key=secrets.token_hex(32),
             parked=False,
             unsettled=True,
-            pause_reason="",
+            pause_reason=why,
             restored=restored,
             restored_at=saved.created_at,
             changed_at=now,

@@ -19,14 +19,15 @@ from sqlalchemy import Row
 
 from cpuos.errors import CpuosError, NotFound, SandboxGone, Unavailable
 from cpuos.scheduler.base import Scheduler
-from cpuos.server.asks import hostname_of, what_is_missing, whole_of
+from cpuos.server.asks import hostname_of, whole_of
 from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
 from cpuos.server.db.sandboxes import advance, row_of
-from cpuos.server.gateway import GatewayControl
+from cpuos.server.gateway import GatewayControl, Suspended
 from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
+from cpuos.server.receipts import receipt_of, resumed
 from cpuos.server.states import Verb, unusable
 from cpuos.server.tasks import Tasks
 from cpuos.types.audit import AuditResult
@@ -105,7 +106,8 @@ class Pausing:
         """Kill it, unless something was open since then."""
 
         async def hold(current: Row[Any]) -> Row[Any] | None:
-            return await self._freeze(current, secrets.token_hex(16), idle_before=idle_before)
+            held = await self._freeze(current, secrets.token_hex(16), idle_before=idle_before)
+            return held and held[0]
 
         held = await self._move(row, begin={S.RUNNING: hold}, done=None, action="end an idle sandbox")
         await self._lifecycle.kill(held, reason=reason)
@@ -158,13 +160,16 @@ class Pausing:
 
     # --- pause ---
 
-    async def _freeze(self, row: Row[Any], freeze: str, *, idle_before: datetime | None) -> Row[Any] | None:
-        """`pausing`, and its programs stand still; None when its state was another meanwhile."""
+    async def _freeze(
+        self, row: Row[Any], freeze: str, *, idle_before: datetime | None
+    ) -> tuple[Row[Any], Suspended] | None:
+        """`pausing`, and its programs stand still, with what it told of them; None when its state was another
+        meanwhile."""
         pausing = await self._advance(row, Verb.PAUSE)
         if pausing is None:
             return None
         try:
-            await self._gateway.suspend(
+            told = await self._gateway.suspend(
                 row.id,
                 freeze=freeze,
                 if_idle_since=None if idle_before is None else idle_before.timestamp(),
@@ -173,13 +178,14 @@ class Pausing:
         except CpuosError as error:
             await self._run_on(pausing, frozen=error.code not in _UNCHANGED)
             raise
-        return pausing
+        return pausing, told
 
     async def _pause(self, row: Row[Any], *, reason: str, idle_before: datetime | None) -> Row[Any] | None:
         freeze = secrets.token_hex(16)
-        pausing = await self._freeze(row, freeze, idle_before=idle_before)
-        if pausing is None:
+        held = await self._freeze(row, freeze, idle_before=idle_before)
+        if held is None:
             return None
+        pausing, told = held
         node = self._scheduler.client(row.node)
         try:
             facts = await node.pause(row.id, generation=row.generation, freeze=freeze)
@@ -188,14 +194,15 @@ class Pausing:
             if not facts.paused:
                 await self._run_on(pausing, frozen=True)
                 raise _told(error, f"cannot pause sandbox {row.id}: it runs on") from error
-        return await self._paused(pausing, reason=reason)
+        return await self._paused(pausing, reason=reason, told=told)
 
-    async def _paused(self, row: Row[Any], *, reason: str) -> Row[Any]:
+    async def _paused(self, row: Row[Any], *, reason: str, told: Suspended | None = None) -> Row[Any]:
         def changes(current: Row[Any], now: datetime) -> dict[str, Any]:
             left_s = (current.expires_at - now).total_seconds() if current.expires_at else current.timeout_s
             # One that is paused because its time ended gets as much again.
             left_s = left_s if left_s > 0 else current.timeout_s
-            return {"paused_at": now, "left_s": left_s, "expires_at": None, "reason": reason}
+            changed = {"paused_at": now, "left_s": left_s, "expires_at": None, "reason": reason}
+            return {**changed, "receipt": receipt_of(current, told, now=now)}
 
         paused = await self._advance(row, Verb.PAUSED, changes, note="sandbox.pause", reason=reason)
         if paused is None:
@@ -220,9 +227,10 @@ class Pausing:
 
     async def _snapshot_running(self, row: Row[Any], *, snapshot: str, memory: bool) -> SnapshotFacts | None:
         freeze = secrets.token_hex(16)
-        held = await self._freeze(row, freeze, idle_before=None)
-        if held is None:
+        frozen = await self._freeze(row, freeze, idle_before=None)
+        if frozen is None:
             return None
+        held, _ = frozen
         node = self._scheduler.client(row.node)
         try:
             facts = await node.snapshot(
@@ -286,15 +294,30 @@ class Pausing:
         def changes(current: Row[Any], now: datetime) -> dict[str, Any]:
             left_s = current.timeout_s if current.left_s is None else current.left_s
             ended = {"expires_at": now + timedelta(seconds=left_s), "paused_at": None, "left_s": None}
-            return {**ended, "reason": what_is_missing(facts, verb="resumed")}
+            return {**ended, **resumed(current, facts)}
 
         running = await self._advance(row, Verb.RESUMED, changes, note="sandbox.resume", reason=reason)
         if running is None:
             raise await self._ended(row, action="resume sandbox")
+        if running.restore_incomplete:
+            await self._note_incomplete(running)
         if running.network_applied < running.network_version:
             await self._networks.tell(running)
         _log.info("sandbox resumed", sandbox=row.id, reason=reason)
         return running
+
+    async def _note_incomplete(self, row: Row[Any]) -> None:
+        async with self._database.write() as connection:
+            await self._audit.note(
+                connection,
+                workspace=row.workspace,
+                actor=SYSTEM,
+                action="sandbox.restore_incomplete",
+                target=row.id,
+                sandbox=row.id,
+                result=AuditResult.OK,
+                detail={"reason": row.reason, "missing": row.restore_incomplete},
+            )
 
     async def _reach(self, row: Row[Any]) -> None:
         """The gateway's attach thaws it. Asked twice: an agent that only answered late has thawed, and says so then."""

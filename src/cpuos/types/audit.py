@@ -24,6 +24,7 @@ ACTIONS = (
     "sandbox.network",
     "sandbox.pause",
     "sandbox.resume",
+    "sandbox.restore_incomplete",
     "sandbox.snapshot",
     "sandbox.fork",
     "snapshot.fork",

@@ -196,7 +196,7 @@ class SandboxFacts(Answer):
     paused: bool = False
     """It has no process and no memory here, only files; it is alive and can go on."""
     pause_reason: str = ""
-    """Why it is paused again, where nobody asked for it."""
+    """Why it is paused again, where nobody asked for it; of one that was resumed, why not all came back."""
     settled: bool = True
     """False between a resume and its settle: the image is kept, and a repause is possible."""
     incarnation: int = 0

@@ -187,6 +187,10 @@ class Sandbox(Answer):
     ended_at: datetime | None = None
     recreated: Recreated | None = None
     """Of one that was lost and runs again: what it began with."""
+    resumed_from: Literal["memory", "files"] | None = None
+    """What its last resume took up: all of it, or its files alone, with its programs gone; `reason` says why."""
+    restore_incomplete: list[str] | None = None
+    """What that resume did not bring back of what ran and listened when it was paused, as the sandbox told it then."""
 
 
 class Access(Answer):

@@ -9,4 +9,4 @@ from cpuos.types.audit import ACTIONS
 
 def test_actions_are_those_of_the_tables() -> None:
     made = {route.audit for route in ROUTES} | {route.action for route in GATEWAY_ROUTES}
-    assert set(ACTIONS) == (made - {None}) | {"sandbox.expire", "sandbox.lost", "limit.reached", "node.volume"}
+    assert set(ACTIONS) == (made - {None}) | {"sandbox.expire", "sandbox.restore_incomplete", "sandbox.lost", "limit.reached", "node.volume"}

@@ -287,7 +287,11 @@ class AsyncSandbox:
         await self._move("pause")
 
     async def resume(self) -> None:
-        """Let a paused sandbox go on where it was. A running one stays as it is; an error leaves it paused."""
+        """Let a paused sandbox go on where it was. A running one stays as it is; an error leaves it paused.
+
+        Where its programs cannot be taken up its files come back alone: `info.resumed_from` is "files" then, and
+        `info.restore_incomplete` names what is gone.
+        """
         await self._move("resume")
 
     async def recreate(self, *, idempotency_key: str | None = None) -> Recreated | None:

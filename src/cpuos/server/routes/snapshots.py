@@ -49,9 +49,12 @@ async def pause_sandbox(ref: Ref, plane: Plane, call: Called) -> Sandbox:
 async def resume_sandbox(ref: Ref, plane: Plane, call: Called) -> Sandbox:
     """Let it go on; answer when its agent has answered. A running one stays as it is.
 
-    What fails leaves it paused, with the reason in its record.
+    `resumed_from` says whether its programs go on or only its files came back, and `restore_incomplete` what of the
+    former is gone. What fails leaves it paused, with the reason in its record.
     """
-    return sandbox_of(await plane.pausing.resume(await find(plane, call, ref)))
+    row = await plane.pausing.resume(await find(plane, call, ref))
+    call.detail |= {"resumed_from": row.resumed_from, "restore_incomplete": row.restore_incomplete}
+    return sandbox_of(row)
 
 
 async def create_snapshot(ref: Ref, body: SnapshotCreate, plane: Plane, call: Called) -> Snapshot:

@@ -1,0 +1,50 @@
+"""The receipt of a pause: what ran and listened then. A resume is held against it, and says what did not come back."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Row
+
+from cpuos.server.asks import what_is_missing
+from cpuos.server.gateway import Suspended
+from cpuos.types.node import Restored, SandboxFacts
+
+__all__ = ["receipt_of", "resumed"]
+
+_SHOWN = 100
+
+
+def receipt_of(row: Row[Any], told: Suspended | None, *, now: datetime) -> dict[str, Any] | None:
+    """`told` is the guest's own word; None where the server was ended before it could write it down."""
+    if told is None:
+        return None
+    return {
+        "at": now.isoformat(),
+        "processes": told.processes,
+        "listeners": sorted({f"{one.address}:{one.port}" for one in told.listeners}),
+        "commands": told.commands,
+        "policy_version": row.network_version,
+        "labels": row.labels,
+    }
+
+
+def resumed(row: Row[Any], facts: SandboxFacts) -> dict[str, Any]:
+    """Changes of a record of one that goes on: what came back, and what did not of that which its receipt names."""
+    whole = facts.restored is Restored.MEMORY
+    return {
+        "reason": what_is_missing(facts, verb="resumed"),
+        "resumed_from": "memory" if whole else "files",
+        "restore_incomplete": [] if whole else _gone(row.receipt),
+    }
+
+
+def _gone(receipt: dict[str, Any] | None) -> list[str]:
+    """All that ran: it began anew."""
+    if receipt is None:
+        return ["all processes"]
+    count = receipt["processes"]
+    processes = [f"{count} process{'' if count == 1 else 'es'}"] if count else []
+    commands = [f"command {one}" for one in receipt["commands"]]
+    return (processes + commands + [f"listener on {one}" for one in receipt["listeners"]])[:_SHOWN]
