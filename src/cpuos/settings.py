@@ -124,6 +124,8 @@ class Settings(BaseSettings):
     """Size of a template that a workspace builds."""
     workspace_templates_mib: int = Field(65536, ge=64)
     """Size of all templates that a workspace has built."""
+    workspace_layers_mib: int = Field(8192, ge=0)
+    """Size of what is kept of the steps of a workspace's builds, for later builds; 0: nothing."""
     output_head_bytes: int = Field(128 << 20, ge=1 << 10)
     """Recorded bytes kept from the start of each output stream."""
     output_tail_bytes: int = Field(128 << 20, ge=1 << 10)

@@ -123,13 +123,15 @@ async def test_the_same_again_is_there_at_once(server: Server) -> None:
 
     recipe: dict[str, Any] = {"run": ["true"], "env": {"A": "b"}}
     request = TemplateBuild(name="x", **recipe)
-    await add_template(server, key=build_key(request, workspace="default", parent_digest="sha256:base"))
+    policy = await server.plane.networks.workspace_policy("default")
+    inputs = {"workspace": "default", "parent_digest": "sha256:base", "network": policy.model_dump_json()}
+    await add_template(server, key=build_key(request, **inputs))
     answer = await server.http.post("/v1/builds", json={"name": "again", "cpu": 1, **recipe})
     body = answer.json()
     assert (answer.status_code, body["build"]["state"], body["build"]["reused"]) == (201, "ready", True)
     assert (body["access"], body["build"]["sandbox"]) == (None, None)
     assert (await server.http.get("/v1/templates/again")).json()["digest"] == "sha256:b"
-    for changed in ({"run": ["false"]}, {"env": {"A": "c"}}, {"from": "python"}):
+    for changed in ({"run": ["false"]}, {"env": {"A": "c"}}, {"from": "python"}, {"fresh": True}):
         answer = await server.http.post("/v1/builds", json={"name": "again", **recipe, **changed})
         assert answer.json()["build"]["reused"] is False, changed
     # Another workspace's recipe may be equal: it does not start from what this one has made.

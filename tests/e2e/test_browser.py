@@ -108,6 +108,39 @@ def test_the_browser_goes_on_after_a_pause(browsing: Sandbox, client: Client) ->
         assert "kept" in titles
 
 
+PLAYWRIGHT = """
+from playwright.sync_api import sync_playwright
+with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(channel="chrome", args=["--no-sandbox", "--disable-gpu"])
+    page = browser.new_page()
+    page.set_content("<title>inside</title><button onclick='document.title = 1 + 1'>press</button>")
+    page.click("button")
+    print(page.title(), len(page.screenshot()) > 1000)
+    browser.close()
+"""
+
+
+def test_playwright_drives_it_from_outside_through_a_private_preview(browsing: Sandbox) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright for Python is not installed here")
+    url = wait_until(lambda: browser_url(browsing), within_s=90)
+    with playwright.sync_playwright() as tools:
+        browser = tools.chromium.connect_over_cdp(url, timeout=120_000)
+        page = browser.new_context().new_page()
+        page.goto(PAGE)
+        assert page.title() == "begun"
+        assert page.locator("#name").inner_text() == "there"
+        page.evaluate("document.title = 'driven'")
+        assert page.title() == "driven"
+        assert page.screenshot().startswith(PNG)
+        browser.close()
+
+
+def test_playwright_drives_it_from_inside(browsing: Sandbox) -> None:
+    browsing.files.write("/workspace/drive.py", PLAYWRIGHT)
+    done = browsing.exec("python3 drive.py", timeout="2m")
+    assert (done.stdout, done.exit_code) == ("2 True\n", 0), done.stderr
+
+
 def test_nobody_drives_it_without_the_token(browsing: Sandbox) -> None:
     url = wait_until(lambda: browser_url(browsing), within_s=90)
     for wrong in (url.partition("?")[0], f"{url[:-8]}AAAAAAAA"):

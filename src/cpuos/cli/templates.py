@@ -19,16 +19,32 @@ from cpuos.errors import InvalidRequest
 if TYPE_CHECKING:
     from cpuos.types.template import TemplateInfo
 
-__all__ = ["build_template", "inspect_template", "list_templates", "register", "remove_template"]
+__all__ = ["build_template", "import_image", "inspect_template", "list_templates", "register", "remove_template"]
 
 NameArgument = Annotated[str, typer.Argument(help="Name of a template.", metavar="NAME")]
 # Of a build file; the same as of `Template.build`.
-_FIELDS = ("name", "from", "files", "apt", "pip", "run", "env", "start", "ready", "cpu", "memory", "disk", "timeout")
+_FIELDS = (
+    "name",
+    "from",
+    "files",
+    "apt",
+    "pip",
+    "run",
+    "env",
+    "start",
+    "ready",
+    "cpu",
+    "memory",
+    "disk",
+    "timeout",
+    "fresh",
+)
 
 
 def register(app: typer.Typer) -> None:
     group = command_group("Prepared images that sandboxes start from.")
     group.command("build")(build_template)
+    group.command("import")(import_image)
     group.command("ls")(list_templates)
     group.command("inspect")(inspect_template)
     group.command("rm")(remove_template)
@@ -50,11 +66,13 @@ def build_template(
     start: Annotated[str | None, typer.Option(help="Command that runs in each new sandbox.")] = None,
     ready: Annotated[str | None, typer.Option(help="What a create waits for: port:8000.")] = None,
     timeout: Annotated[str | None, typer.Option(help="Longest time of the build (default 30m).")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do every step anew, whatever was built before.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Build a template in a sandbox of its own, and print its name.
 
-    The output of its steps comes on stderr. The same again on the same parent is there at once.
+    The output of its steps comes on stderr. The same again on the same parent is there at once; steps that an earlier
+    build has done are not done again.
     """
     from cpuos import Client, Template
 
@@ -64,6 +82,8 @@ def build_template(
     values |= {key: value for key, value in given.items() if value is not None}
     for key, more in (("apt", apt), ("pip", pip), ("run", run)):
         values[key] = [*values.get(key, ()), *(more or ())]
+    if fresh:
+        values["fresh"] = True
     values["env"] = {**values.get("env", {}), **parse_pairs(env, option="--env")}
     values["files"] = {**values.get("files", {}), **_read_copies(copy)}
     if "name" not in values:
@@ -90,6 +110,63 @@ def build_template(
         return
     output.line(built.name)
     output.progress(f"{built.size_bytes >> 20} MiB, {built.digest}; use it: cpuos create --template {built.name}")
+
+
+def import_image(
+    ctx: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="HOST/NAME:TAG, HOST/NAME@sha256:DIGEST, or a path: OCI layout, docker save.", metavar="IMAGE"
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="What sandboxes call it (default the image's name).")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; may be repeated.")] = None,
+    start: Annotated[str | None, typer.Option(help="Runs in each new sandbox, not the image's entrypoint.")] = None,
+    ready: Annotated[str | None, typer.Option(help="What a create waits for: port:8000.")] = None,
+    user: Annotated[str | None, typer.Option(help="User at the registry; its password is read from stdin.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Take a registry without TLS.")] = False,
+    timeout: Annotated[str | None, typer.Option(help="Longest time of the build (default 30m).")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do it anew, whatever was built before.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a template of an OCI or Docker image, and print its name.
+
+    It is fetched and unpacked in a sandbox. What is on this machine is given as a path with a slash in front or after a
+    dot: ./image.tar.
+    """
+    from cpuos import Client, Template
+
+    output = current_output(ctx)
+    is_path = source.startswith(("/", "./", "../", "~"))
+    given: dict[str, Any] = {"name": name, "start": start, "ready": ready, "timeout": timeout}
+    values = {key: value for key, value in given.items() if value is not None}
+    if user is not None:
+        values["credentials"] = (user, sys.stdin.readline().rstrip("\n"))
+    writer = GuestWriter(sys.stderr)
+
+    def tell(line: str) -> None:
+        writer.write(f"{line}\n".encode())
+
+    with Client() as client:
+        try:
+            built = Template.from_image(
+                Path(source).expanduser() if is_path else source,
+                env=parse_pairs(env, option="--env") or None,
+                insecure=insecure,
+                fresh=fresh,
+                on_output=None if output.json else tell,
+                client=client,
+                **values,
+            )
+        finally:
+            writer.close()
+    if output.json:
+        output.data(built)
+        return
+    output.line(built.name)
+    of = built.image.digest if built.image is not None else ""
+    output.progress(f"{built.size_bytes >> 20} MiB of image {of}; use it: cpuos create --template {built.name}")
 
 
 def list_templates(ctx: typer.Context, as_json: JsonOption = False) -> None:
@@ -143,7 +220,12 @@ def _rows(template: TemplateInfo) -> list[tuple[str, str]]:
     rows = [("name", template.name), ("digest", template.digest), ("size", _size(template.size_bytes))]
     if not template.built:
         return [*rows, ("origin", "installed")]
-    rows += [("parent", f"{template.parent} {template.parent_digest}"), ("built", f"{template.created_at:%F %T}Z")]
+    made_of = [("parent", f"{template.parent} {template.parent_digest}")]
+    if (image := template.image) is not None:
+        made_of = [("image", f"{image.reference or 'an archive'} {image.digest}")]
+        made_of += [("runs", f"as {image.user} in {image.folder}")]
+        made_of += [("left out", what) for what in image.left_out]
+    rows += [*made_of, ("built", f"{template.created_at:%F %T}Z")]
     rows += [("step", step) for step in template.steps]
     rows += [("file", f"{path} sha256:{digest}") for path, digest in sorted(template.files.items())]
     rows += [("env", f"{key}={value}") for key, value in sorted(template.env.items())]

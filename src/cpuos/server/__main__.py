@@ -121,6 +121,7 @@ def _options(settings: Settings) -> ServerOptions:
         preview_url=lambda: read_endpoint(settings.preview_endpoint),
         template_max_mib=settings.template_max_mib,
         workspace_templates_mib=settings.workspace_templates_mib,
+        workspace_layers_mib=settings.workspace_layers_mib,
         capacity=CapacityRules(
             allow_emulated=settings.allow_emulated,
             cpu_overcommit=settings.cpu_overcommit,

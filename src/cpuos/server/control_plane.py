@@ -45,6 +45,7 @@ from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
 from cpuos.server.templates.builder import Builder
 from cpuos.server.templates.guest import Gate
+from cpuos.server.templates.layers import Layers
 from cpuos.server.templates.names import TemplateNames
 from cpuos.server.tickets import TicketSigner, load_ticket_key
 from cpuos.server.wakes import Wakes
@@ -73,6 +74,7 @@ class ServerOptions:
     """URL of the gateway as the server itself reaches it; None: as clients do."""
     template_max_mib: int = 8192
     workspace_templates_mib: int = 65536
+    workspace_layers_mib: int = 8192
     capacity: CapacityRules = field(default_factory=CapacityRules)
     create_deadline_s: float = 120.0
     """A sandbox that is not running by then is failed."""
@@ -355,16 +357,9 @@ def _verbs(
     recreating = Recreating(**parts, snapshots=snapshots, tasks=tasks, clock=clock)
     lifecycle.rescue_by(snapshots.rescue)
     tickets = TicketSigner(load_ticket_key(options.ticket_key), clock)
-    builder = Builder(
-        database=database,
-        scheduler=scheduler,
-        lifecycle=lifecycle,
-        names=templates,
-        tasks=tasks,
-        clock=clock,
-        gate=Gate(tickets, lambda: options.inner_data_url() or options.data_url() or ""),
-        max_mib=options.template_max_mib,
-        workspace_mib=options.workspace_templates_mib,
+    common = {"scheduler": scheduler, "networks": networks, "tasks": tasks, "clock": clock}
+    builder = _builder(
+        options, database, lifecycle=lifecycle, names=templates, snapshots=snapshots, tickets=tickets, **common
     )
     return _Verbs(
         lifecycle=lifecycle,
@@ -374,6 +369,31 @@ def _verbs(
         templates=templates,
         tickets=tickets,
         builder=builder,
+    )
+
+
+def _builder(
+    options: ServerOptions,
+    database: Database,
+    *,
+    lifecycle: Lifecycle,
+    names: TemplateNames,
+    snapshots: Snapshots,
+    tickets: TicketSigner,
+    **common: Any,
+) -> Builder:
+    layers = Layers(
+        database=database, snapshots=snapshots, clock=common["clock"], workspace_mib=options.workspace_layers_mib
+    )
+    return Builder(
+        database=database,
+        lifecycle=lifecycle,
+        names=names,
+        layers=layers,
+        gate=Gate(tickets, lambda: options.inner_data_url() or options.data_url() or ""),
+        max_mib=options.template_max_mib,
+        workspace_mib=options.workspace_templates_mib,
+        **common,
     )
 
 

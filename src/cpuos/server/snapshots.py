@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from typing import Any
 
 import structlog
 from sqlalchemy import Row
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import CapacityExceeded, Conflict, CpuosError, InvalidRequest, NotFound, PlatformError, Unavailable
 from cpuos.scheduler.base import Scheduler
@@ -17,6 +18,7 @@ from cpuos.server.asks import new_id, snapshot_amount
 from cpuos.server.audit import SYSTEM
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
+from cpuos.server.db.layers import layer_snapshots
 from cpuos.server.db.snapshots import (
     all_snapshots,
     change_snapshot,
@@ -48,6 +50,7 @@ RESCUE_LIMIT = timedelta(minutes=10)
 UNOWNED_GRACE = timedelta(seconds=30)
 
 Begun = Callable[[str], None]
+Note = Callable[[AsyncConnection, str], Awaitable[None]]
 
 
 class Snapshots:
@@ -77,16 +80,26 @@ class Snapshots:
     # --- make ---
 
     async def create(
-        self, row: Row[Any], request: SnapshotCreate, *, actor: str, intent: int | None, internal: bool = False
+        self,
+        row: Row[Any],
+        request: SnapshotCreate,
+        *,
+        actor: str,
+        intent: int | None,
+        internal: bool = False,
+        note: Note | None = None,
     ) -> Row[Any]:
-        """A snapshot that is ready, or an error and nothing left of it; the sandbox goes on as before."""
+        """A snapshot that is ready, or an error and nothing left of it; the sandbox goes on as before. `note` writes
+        down whose it is, with its record: one that is `internal` and nobody's is removed."""
         state = SandboxState(row.state)
         if state not in _TAKEN:
             raise unusable(row.id, state, reason=row.reason, action="make a snapshot")
         snapshot_id = new_id()
         self._working.add(snapshot_id)
         try:
-            made = await self._insert(row, request, snapshot_id, actor=actor, intent=intent, internal=internal)
+            made = await self._insert(
+                row, request, snapshot_id, actor=actor, intent=intent, internal=internal, note=note
+            )
             try:
                 facts = await self._pausing.snapshot(row, snapshot=snapshot_id, memory=request.memory)
             except Exception as error:
@@ -106,6 +119,7 @@ class Snapshots:
         actor: str,
         intent: int | None,
         internal: bool,
+        note: Note | None,
     ) -> Row[Any]:
         now = self._clock()
         values = {
@@ -125,6 +139,8 @@ class Snapshots:
                 if not internal:
                     await self._quotas.check_snapshots(connection, row.workspace)
                 made = await insert_snapshot(connection, values)
+                if note is not None:
+                    await note(connection, made.id)
                 # Within the transaction: where there is no room no record is left.
                 amount = snapshot_amount(made)
                 self._scheduler.hold(_key(snapshot_id), node=row.node, amount=amount, action="make a snapshot")
@@ -310,15 +326,16 @@ class Snapshots:
         on_node = {facts.id: facts for facts in await node.snapshots()}
         async with self._database.read() as connection:
             rows = {row.id: row for row in await all_snapshots(connection)}
+            layers = await layer_snapshots(connection)
         for row in rows.values():
             if row.id not in self._working and row.changed_at < asked_at:
-                await self._tidy(row, on_node.get(row.id))
+                await self._tidy(row, on_node.get(row.id), owned=row.id in layers or not row.internal)
         owned = {key for key, row in rows.items() if row.state != SnapshotState.FAILED.value} | self._working
         await self._remove_unowned(set(on_node) - owned, asked_at)
 
-    async def _tidy(self, row: Row[Any], facts: SnapshotFacts | None) -> None:
+    async def _tidy(self, row: Row[Any], facts: SnapshotFacts | None, *, owned: bool) -> None:
         state = SnapshotState(row.state)
-        if row.internal and state is not SnapshotState.DELETING:
+        if not owned and state is not SnapshotState.DELETING:
             await self._discard(row)
         elif state is SnapshotState.CREATING and facts is not None:
             await self._ready(row, facts)

@@ -18,6 +18,8 @@ SYSTEM_PACKAGES = {
     "nftables": "network rules",
     "procps": "process tools",
     "python3": "the interpreter that the daemons run on",
+    "skopeo": "fetches images that become templates",
+    "umoci": "unpacks them",
     "util-linux": "setpriv, losetup",
 }
 """Package to what it is for."""

@@ -21,6 +21,7 @@ from cpuos.setup.apt_sources import acquire_options, distribution_sources, witho
 from cpuos.setup.erofs import stamp_image
 from cpuos.setup.host import Host
 from cpuos.setup.trees import remove_tree
+from cpuos.setup.uv import uv_path
 
 __all__ = ["TEMPLATES", "Template", "build_template", "choose_templates", "template_is_current"]
 
@@ -42,6 +43,12 @@ _PYTHON = """
 _NODE = "nodejs npm"
 # Ubuntu's package of this name only installs a snap.
 _BROWSER = "chromium fonts-liberation fonts-noto-core fonts-noto-color-emoji"
+# Without the windows of the office: it converts, and computes sheets.
+_COMPUTER = """
+    ffmpeg fonts-crosextra-carlito fonts-liberation fonts-noto-core ghostscript imagemagick libreoffice-calc-nogui
+    libreoffice-impress-nogui libreoffice-writer-nogui libvips-tools pandoc poppler-utils python3-docx python3-pypdf
+    qpdf tesseract-ocr tesseract-ocr-eng
+"""
 _DEVBOX = """
     build-essential cargo cmake gdb golang-go libssl-dev ninja-build pkg-config python3-dev rustc strace tmux vim-tiny
 """
@@ -61,6 +68,12 @@ class Template:
     """Built by every set-up; else only when it is asked for."""
     distributions: tuple[str, ...] = ("debian", "ubuntu")
     """Those whose packages it can be made of."""
+    wheels: str = ""
+    """Name of a list in `wheels/`: what is in no distribution, by version and digest; ready-made files alone."""
+    program: str = ""
+    """A file of `wheels/` that becomes a command."""
+    links: tuple[tuple[str, str], ...] = ()
+    """Symbolic links, from and to."""
 
 
 TEMPLATES = (
@@ -91,13 +104,27 @@ TEMPLATES = (
     ),
     Template(
         name="browser",
-        summary="Chromium with fonts, Python, and all of base",
+        summary="Chromium with fonts, Playwright for Python, and all of python",
         packages=(*_BASE.split(), *_PYTHON.split(), *_BROWSER.split()),
-        download_mib=420,
+        download_mib=470,
         build_s=180,
-        disk_mib=2500,
+        disk_mib=2700,
         standard=False,
         distributions=("debian",),
+        wheels="browser.txt",
+        # Where Playwright looks for what it calls the channel "chrome": it needs no browser of its own.
+        links=(("/opt/google/chrome/chrome", "/usr/bin/chromium"),),
+    ),
+    Template(
+        name="computer",
+        summary="LibreOffice, pandoc, typst, PDF, image, sound and film tools, OCR, and all of python",
+        packages=(*_BASE.split(), *_PYTHON.split(), *_COMPUTER.split()),
+        download_mib=560,
+        build_s=240,
+        disk_mib=3200,
+        standard=False,
+        wheels="computer.txt",
+        program="typst",
     ),
     Template(
         name="devbox",
@@ -160,6 +187,11 @@ def build_template(host: Host, template: Template) -> None:
         _lay_out_files(host, files, carried=carried)
         _make_root(host, template, root=root, files=files)
         packages = _read_packages(root)
+        if template.wheels:
+            _add_wheels(host, template, root=root)
+        for place, target in template.links:
+            (root / place.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+            (root / place.lstrip("/")).symlink_to(target)
         _date_new_files(root, since=started)
         image = work / "root.erofs"
         identity = uuid.uuid5(uuid.NAMESPACE_URL, f"cpuos-template:{template.name}")
@@ -195,7 +227,7 @@ def _make_root(host: Host, template: Template, *, root: Path, files: Path) -> No
     carried = acquire_options(host.read(["apt-config", "dump"]) or "")
     options.write_text("\n".join([*carried, 'Acquire::Retries "5";']) + "\n")
     script = files.parent / "customize.sh"
-    script.write_text(resources.files("cpuos.setup").joinpath("customize.sh").read_text())
+    script.write_text(_resource("customize.sh"))
     quoted = {name: shlex.quote(str(path)) for name, path in (("debs", debs), ("script", script), ("files", files))}
     hooks = [
         # Hard links both ways: a package is downloaded once for all templates, and once for all tries.
@@ -232,6 +264,24 @@ def _make_root(host: Host, template: Template, *, root: Path, files: Path) -> No
         host.run(argv, env=environment)
 
     host.retry(build)
+
+
+def _add_wheels(host: Host, template: Template, *, root: Path) -> None:
+    """Unpack them for the root's own Python. Nothing of the root or of a wheel is run."""
+    python = next(iter(sorted((root / "usr/bin").glob("python3.[0-9]*[0-9]")))).name
+    target = root / "usr/local/lib" / python / "dist-packages"
+    listed = root.parent / "wheels.txt"
+    listed.write_text(_resource(f"wheels/{template.wheels}"))
+    argv: list[str | Path] = [uv_path(host), "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--target"]
+    argv += [target, "--python-version", python.removeprefix("python"), "--only-binary", ":all:"]
+    argv += ["--link-mode", "copy", "-r", listed]
+    host.run(argv, env={"UV_CACHE_DIR": str(host.settings.cache_dir / "uv-cache")}, network=True)
+    remove_tree(target / "bin")  # its scripts name the interpreter of this machine
+    (target / ".lock").unlink(missing_ok=True)
+    if template.program:
+        program = root / "usr/local/bin" / template.program
+        program.write_text(_resource(f"wheels/{template.program}"))
+        program.chmod(0o755)
 
 
 def _lay_out_files(host: Host, files: Path, *, carried: set[str]) -> None:
@@ -324,9 +374,14 @@ def _wanted(host: Host) -> set[str]:
 
 
 def _definition(template: Template) -> str:
-    script = resources.files("cpuos.setup").joinpath("customize.sh").read_text()
-    parts = [",".join(template.packages), script, _distribution()["VERSION_CODENAME"]]
+    parts = [",".join(template.packages), _resource("customize.sh"), _distribution()["VERSION_CODENAME"]]
+    parts += [_resource(f"wheels/{name}") for name in (template.wheels, template.program) if name]
+    parts += [" ".join(link) for link in template.links]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _resource(name: str) -> str:
+    return resources.files("cpuos.setup").joinpath(name).read_text()
 
 
 def _distribution() -> dict[str, str]:

@@ -14,7 +14,9 @@ from cpuos.types.error import Error
 from cpuos.types.sandbox import Access
 
 __all__ = [
+    "ARCHIVE",
     "BUILT_IMAGE_PATTERN",
+    "CREDENTIALS",
     "UNKEPT_FOLDERS",
     "Build",
     "BuildCreated",
@@ -23,6 +25,9 @@ __all__ = [
     "BuildStep",
     "BuildUpdate",
     "Dropped",
+    "ImageArchive",
+    "ImageInfo",
+    "ImageSource",
     "StepState",
     "TemplateBuild",
     "TemplateInfo",
@@ -30,6 +35,10 @@ __all__ = [
 
 BUILT_IMAGE_PATTERN = r"^built-[a-z0-9]{20}$"
 """How a node calls the image of a build; users call templates by their own names."""
+ARCHIVE = "/workspace/.cpuos-build/archive"
+"""Where in a build's sandbox an image is uploaded to."""
+CREDENTIALS = "/workspace/.cpuos-build/auth.json"
+"""And what opens a registry. The build removes it when it has fetched; nothing else ever has it."""
 UNKEPT_FOLDERS = ("/workspace", "/tmp", "/proc", "/sys", "/dev", "/.cpuos")
 """Other file systems lie over these in each sandbox: an image holds nothing in them."""
 
@@ -40,6 +49,12 @@ Package = Annotated[
 ]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# A host with a dot or a port, names, and a tag or a digest or both: what the registry protocol has, and nothing local.
+_HOST = r"(?:[a-z0-9-]+(?:\.[a-z0-9-]+)+|localhost)(?::[0-9]{1,5})?|[a-z0-9-]+:[0-9]{1,5}"
+_REFERENCE = re.compile(
+    rf"(?P<repository>(?:{_HOST})(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)+)"
+    r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
 _READY = re.compile(r"port:([0-9]{1,5})")
 MAX_FILES = 10_000
 MAX_TEXT = 64 << 10
@@ -67,6 +82,74 @@ class BuildFile(Request):
         return value
 
 
+class ImageArchive(Request):
+    """An OCI layout as a tar file, or what `docker save` writes. It is uploaded into the build sandbox."""
+
+    sha256: Sha256
+    size: int = Field(ge=0, le=1 << 40)
+
+
+class ImageSource(Request):
+    """An image of others: in a registry, or an archive that the caller uploads."""
+
+    reference: Annotated[str, StringConstraints(max_length=512)] | None = None
+    archive: ImageArchive | None = None
+    credentials: bool = False
+    """A file with what opens the registry is uploaded too. It is seen by the build sandbox alone."""
+    insecure: bool = False
+    """Take a registry that speaks plain HTTP, or whose certificate nobody vouches for."""
+
+    @field_validator("reference")
+    @classmethod
+    def _of_a_registry(cls, value: str | None) -> str | None:
+        if value is not None and _REFERENCE.fullmatch(value) is None:
+            raise ValueError(
+                "write HOST/NAME:TAG or HOST/NAME@sha256:DIGEST, for example docker.io/library/alpine:3.20"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.reference is None) == (self.archive is None):
+            raise ValueError("give either reference or archive")
+        if self.archive is not None and (self.credentials or self.insecure):
+            raise ValueError("credentials and insecure are for registries")
+        return self
+
+    @property
+    def repository(self) -> str:
+        """The reference without tag and digest."""
+        match = _REFERENCE.fullmatch(self.reference or "")
+        return match["repository"] if match is not None else ""
+
+    @property
+    def digest(self) -> str | None:
+        """What it is for certain, before it is fetched; None for a tag."""
+        if self.archive is not None:
+            return f"sha256:{self.archive.sha256}"
+        match = _REFERENCE.fullmatch(self.reference or "")
+        return match["digest"] if match is not None else None
+
+
+class ImageInfo(Answer):
+    """What a template was made of, as its build sandbox told it."""
+
+    reference: str = ""
+    """Empty: an archive."""
+    digest: str
+    """Of the manifest that the registry has under the reference, or of that in the archive."""
+    architecture: str = ""
+    entrypoint: list[str] = Field(default_factory=list)
+    command: list[str] = Field(default_factory=list)
+    user: str = "root"
+    """What it starts runs as this user."""
+    folder: str = "/"
+    """And in this folder."""
+    shell: str = "bash"
+    left_out: list[str] = Field(default_factory=list)
+    """Of its settings, what a sandbox cannot have."""
+
+
 class TemplateBuild(Request):
     """What a template is made of. Equal fields on an equal parent are the same image."""
 
@@ -74,6 +157,8 @@ class TemplateBuild(Request):
 
     name: TemplateName
     from_: TemplateName = Field("base", alias="from")
+    image: ImageSource | None = None
+    """An image of others, instead of all that follows but `env`, `start` and `ready`; `from` is what unpacks it."""
     files: list[BuildFile] = Field(default_factory=list, max_length=MAX_FILES)
     """Laid down first, as root's."""
     apt: list[Package] = Field(default_factory=list, max_length=500)
@@ -96,6 +181,8 @@ class TemplateBuild(Request):
     """Of the build sandbox; holds the changes and the finished image."""
     timeout_s: float = Field(1800, gt=0, le=4 * 3600)
     """The whole build, from the create of its sandbox to the finished template."""
+    fresh: bool = False
+    """Do every step anew, whatever was built before."""
 
     @field_validator("env")
     @classmethod
@@ -115,8 +202,10 @@ class TemplateBuild(Request):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if self.ready is not None and self.start is None:
+        if self.ready is not None and self.start is None and self.image is None:
             raise ValueError("ready waits for what start runs; give start too")
+        if self.image is not None and (self.files or self.apt or self.pip or self.run):
+            raise ValueError("image: files, apt, pip and run are for another build, from the template that this makes")
         if len({file.path for file in self.files}) != len(self.files):
             raise ValueError("files: a path is there twice")
         return self
@@ -124,6 +213,12 @@ class TemplateBuild(Request):
     @property
     def ready_port(self) -> int | None:
         return None if self.ready is None else int(self.ready.partition(":")[2])
+
+    @property
+    def uploads(self) -> bool:
+        """It waits for files of the caller."""
+        image = self.image
+        return bool(self.files) or (image is not None and (image.archive is not None or image.credentials))
 
 
 class BuildUpdate(Request):
@@ -150,6 +245,8 @@ class TemplateInfo(Answer):
     """False: it came with the installation, and what follows is empty."""
     parent: str = ""
     parent_digest: str = ""
+    image: ImageInfo | None = None
+    """It was made of this instead."""
     steps: list[str] = Field(default_factory=list)
     files: dict[str, str] = Field(default_factory=dict)
     """Path to SHA-256."""
@@ -186,9 +283,11 @@ class StepState(StrEnum):
 
 class BuildStep(Answer):
     name: str
-    """`files`, `apt`, `pip`, `run 1`, …, `pack`, `store`, `try`."""
+    """`files`, `apt`, `pip`, `run 1`, …, or `fetch`, `unpack`, `fit`; then `pack`, `store`, `try`."""
     text: str
     state: StepState = StepState.PENDING
+    cached: bool = False
+    """It was done by an earlier build, and what it left was taken up."""
     command: str | None = None
     """Of the build sandbox: its output is the step's log."""
 
@@ -198,7 +297,7 @@ class Build(Answer):
     name: str
     state: BuildState
     reused: bool = False
-    """The same had been built before; nothing ran."""
+    """The same had been built before, or by a build at the same time; nothing ran for this one."""
     sandbox: str | None = None
     """Its record and the output of its commands stay readable after its end."""
     steps: list[BuildStep] = Field(default_factory=list)

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from cpuos.server.templates.packer import read_packer
-from cpuos.server.templates.recipe import build_key, read_packed, steps_of, steps_shown
+from cpuos.server.templates.recipe import build_key, layer_keys, read_packed, steps_of, steps_shown
 from cpuos.types.template import BuildFile, TemplateBuild
 
 DIGEST = "a" * 64
@@ -19,16 +19,22 @@ def recipe(**values: object) -> TemplateBuild:
     return TemplateBuild.model_validate({"name": "x", **values})
 
 
-def key(parent: str = "sha256:p", workspace: str = "w", **values: object) -> str:
-    return build_key(recipe(**values), workspace=workspace, parent_digest=parent)
+def key(parent: str = "sha256:p", workspace: str = "w", network: str = "n", **values: object) -> str:
+    return build_key(recipe(**values), workspace=workspace, parent_digest=parent, network=network)
+
+
+def layers(parent: str = "sha256:p", workspace: str = "w", network: str = "n", **values: object) -> list[str]:
+    return layer_keys(recipe(**values), workspace=workspace, parent_digest=parent, network=network)
 
 
 def test_all_that_makes_the_image_is_in_the_key_and_nothing_else():
     file = {"path": "/a", "sha256": DIGEST, "size": 1}
     base = {"files": [file], "run": ["true"], "env": {"A": "b"}}
     same = key(**base)
-    assert key(**base, cpu=4, timeout_s=10, memory_mib=512) == same
+    assert key(**base, cpu=4, timeout_s=10, memory_mib=512, fresh=True) == same
+    assert key(files=[file], network="n") == key(files=[file], network="m")
     others = [
+        key(network="m", **base),
         key(parent="sha256:q", **base),
         key(workspace="v", **base),
         key(**{**base, "run": ["false"]}),
@@ -47,6 +53,30 @@ def test_the_order_of_files_does_not_matter_that_of_commands_does():
     files = [{"path": path, "sha256": DIGEST, "size": 1} for path in ("/a", "/b")]
     assert key(files=files) == key(files=files[::-1])
     assert key(run=["a", "b"]) != key(run=["b", "a"])
+
+
+def test_a_layer_is_of_its_step_and_all_before_it():
+    file = {"path": "/a", "sha256": DIGEST, "size": 1}
+    base = {"files": [file], "apt": ["a"], "run": ["one", "two"], "env": {"A": "b"}}
+    same = layers(**base)
+    assert len(set(same)) == 4
+
+    def kept(**changes: object) -> int:
+        """So many of the steps are not done again."""
+        other = layers(**{**base, **changes})
+        return next((number for number, key in enumerate(other) if key != same[number : number + 1][0]), len(other))
+
+    assert kept(start="a", timeout_s=10, name="y") == 4
+    assert kept(run=["one", "other"]) == 3
+    assert kept(run=["one"]) == 3
+    assert kept(run=["other", "two"]) == 2
+    assert kept(apt=["b"]) == 1
+    assert kept(files=[{**file, "sha256": "b" * 64}]) == 0
+    assert kept(files=[{**file, "mode": 0o755}]) == 0
+    assert kept(env={"A": "c"}) == 0
+    assert kept(memory_mib=512) == 0
+    assert kept(network="m") == 1, "files are laid down without a look at the network"
+    assert kept(parent="sha256:q") == kept(workspace="v") == 0
 
 
 def test_steps_come_in_order():

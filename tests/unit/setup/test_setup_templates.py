@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 import subprocess
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from cpuos.settings import load_settings
 from cpuos.setup.apt_sources import acquire_options, distribution_sources, without_credentials
 from cpuos.setup.erofs import stamp_image
 from cpuos.setup.host import Host
-from cpuos.setup.templates import TEMPLATES, choose_templates, template_is_current
+from cpuos.setup.templates import TEMPLATES, Template, choose_templates, template_is_current
 
 
 def write_sources(etc: Path) -> None:
@@ -87,6 +88,24 @@ def test_templates_hold_what_integrations_need() -> None:
     assert {"python-is-python3", "python3-pip", "python3-venv", "python3-pandas", "python3-matplotlib"} <= python
 
 
+def test_the_computer_has_what_is_promised_of_it() -> None:
+    computer = {template.name: template for template in TEMPLATES}["computer"]
+    promised = {"libreoffice-calc-nogui", "pandoc", "poppler-utils", "qpdf", "ghostscript", "tesseract-ocr", "ffmpeg"}
+    promised |= {"imagemagick", "libvips-tools", "ripgrep", "jq", "sqlite3", "sudo", "python3-pandas", "python3-numpy"}
+    assert promised | {"python3-matplotlib", "python3-openpyxl"} <= set(computer.packages)
+    assert (computer.wheels, computer.program) == ("computer.txt", "typst")
+
+
+@pytest.mark.parametrize("template", [one for one in TEMPLATES if one.wheels], ids=lambda one: one.name)
+def test_wheels_are_pinned_by_version_and_digest(template: Template) -> None:
+    lines = resources.files("cpuos.setup").joinpath(f"wheels/{template.wheels}").read_text().splitlines()
+    named = [number for number, line in enumerate(lines) if not line.startswith(" ")]
+    assert named
+    for number in named:
+        assert "==" in lines[number]
+        assert lines[number + 1].strip().startswith("--hash=sha256:")
+
+
 def test_templates_that_only_some_need_are_built_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def named(*names: str, all_of_them: bool = False) -> list[str]:
         return [template.name for template in choose_templates(names, all_of_them=all_of_them)]
@@ -94,11 +113,11 @@ def test_templates_that_only_some_need_are_built_when_asked_for(monkeypatch: pyt
     monkeypatch.setattr("cpuos.setup.templates._distribution", lambda: {"ID": "debian"})
     assert named() == ["python", "base"]
     assert named("devbox") == ["python", "base", "devbox"]
-    assert named(all_of_them=True) == ["python", "base", "node", "browser", "devbox"]
+    assert named(all_of_them=True) == ["python", "base", "node", "browser", "computer", "devbox"]
     with pytest.raises(SetupRequired, match="cannot build template: ruby"):
         named("ruby")
     monkeypatch.setattr("cpuos.setup.templates._distribution", lambda: {"ID": "ubuntu"})
-    assert named(all_of_them=True) == ["python", "base", "node", "devbox"]
+    assert named(all_of_them=True) == ["python", "base", "node", "computer", "devbox"]
     with pytest.raises(SetupRequired, match="packages of debian, and this is ubuntu"):
         named("browser")
 

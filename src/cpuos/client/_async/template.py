@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
+from os import PathLike
 from typing import Any
 from urllib.parse import quote
 
@@ -13,13 +14,14 @@ from cpuos.client._async.connection import AsyncGateway, make_ticket
 from cpuos.client._async.files import AsyncFiles
 from cpuos.client._async.job import AsyncJob
 from cpuos.client._backend_async import call_blocking, call_each, shielded, sleep
+from cpuos.client._image import image_name, open_image
 from cpuos.client._parse import make_request, parse_answer
 from cpuos.client._recipe import RecipeFile, read_recipe_files
 from cpuos.client._sink import LineCallback
 from cpuos.errors import CpuosError, error_from_body
 from cpuos.types.installation import TemplateList
 from cpuos.types.node import TemplateFacts
-from cpuos.types.template import Build, BuildCreated, BuildStep, StepState, TemplateBuild, TemplateInfo
+from cpuos.types.template import Build, BuildCreated, BuildState, BuildStep, StepState, TemplateBuild, TemplateInfo
 from cpuos.types.units import parse_duration_s, parse_size_mib
 
 __all__ = ["AsyncTemplate"]
@@ -49,6 +51,7 @@ class AsyncTemplate:
         memory: str | int | None = None,
         disk: str | int | None = None,
         timeout: str | float | None = None,
+        fresh: bool = False,
         on_output: LineCallback | None = None,
         client: AsyncClient | None = None,
     ) -> TemplateInfo:
@@ -57,9 +60,9 @@ class AsyncTemplate:
         In this order: `files` are laid down (path of the image to text, bytes, or a `Path` of this machine; a folder's
         with all below it), `apt` and `pip` packages installed, the `run` commands run, all as root in a sandbox of
         its own. `env` holds there and in every sandbox of the template. `start` runs in each new one; a create waits
-        for `ready`, such as "port:8000". The same again on the same parent is there at once. `on_output` gets the
-        build's output, line by line. A failed build raises `build_failed`, names its step and leaves nothing; an
-        interrupted one is cancelled.
+        for `ready`, such as "port:8000". The same again on the same parent is there at once, and steps that an earlier
+        build has done are not done again, unless `fresh` is given. `on_output` gets the build's output, line by line.
+        A failed build raises `build_failed`, names its step and leaves nothing; an interrupted one is cancelled.
         """
         found = await call_blocking(read_recipe_files, files)
         values: dict[str, Any] = {
@@ -76,11 +79,64 @@ class AsyncTemplate:
             "memory_mib": None if memory is None else parse_size_mib(memory, name="memory"),
             "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
             "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
+            "fresh": fresh or None,
         }
         values = {field: value for field, value in values.items() if value is not None}
         body = make_request(TemplateBuild, values, doing="build template")
         async with _client(client) as used:
             return await cls._build(used, body, found, on_output)
+
+    @classmethod
+    async def from_image(
+        cls,
+        source: str | PathLike[str],
+        *,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        start: str | None = None,
+        ready: str | None = None,
+        credentials: tuple[str, str] | None = None,
+        insecure: bool = False,
+        cpu: int | None = None,
+        memory: str | int | None = None,
+        disk: str | int | None = None,
+        timeout: str | float | None = None,
+        fresh: bool = False,
+        on_output: LineCallback | None = None,
+        client: AsyncClient | None = None,
+    ) -> TemplateInfo:
+        """Make a template of an OCI or Docker image and answer its manifest, with the digest that it was made of.
+
+        `source` is a text such as "docker.io/library/alpine:3.20" or "registry.example/x@sha256:…", or a `Path` of
+        this machine: an OCI layout (folder or tar file), or what `docker save` writes. It is fetched and unpacked in a
+        sandbox, under the workspace's network policy. `credentials` (user and password of the registry) go into that
+        sandbox alone and are removed from it as soon as the image is there; `insecure` takes a registry without TLS.
+        The image's variables hold in every command; its entrypoint becomes `start` and runs as its user in its
+        folder. `env`, `start` and `ready` go before what the image says. The same digest again is there at once.
+        """
+        sizes = {
+            "memory_mib": None if memory is None else parse_size_mib(memory, name="memory"),
+            "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
+            "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
+        }
+        with ExitStack() as opened:
+            image = await call_blocking(
+                opened.enter_context, open_image(source, credentials=credentials, insecure=insecure)
+            )
+            values: dict[str, Any] = {
+                "name": name or image_name(source),
+                "image": image.values,
+                "env": None if env is None else dict(env),
+                "start": start,
+                "ready": ready,
+                "cpu": cpu,
+                "fresh": fresh or None,
+                **sizes,
+            }
+            values = {field: value for field, value in values.items() if value is not None}
+            body = make_request(TemplateBuild, values, doing="build template")
+            async with _client(client) as used:
+                return await cls._build(used, body, image.uploads, on_output)
 
     @classmethod
     async def list(cls, *, client: AsyncClient | None = None) -> builtins.list[TemplateFacts]:
@@ -110,12 +166,13 @@ class AsyncTemplate:
         created = parse_answer(BuildCreated, answer.body)
         build = created.build
         try:
+            gateway = None
             if build.sandbox is not None and created.access is not None:
                 ticket = make_ticket(created.access, answer)
                 gateway = AsyncGateway(client.http, client.server, sandbox_id=build.sandbox, ticket=ticket)
-                if files:
+                if build.state is BuildState.UPLOADING:
                     build = await _upload(client, gateway, build, files)
-                build = await _follow(client, gateway, build, on_output)
+            build = await _follow(client, gateway, build, on_output)
         except BaseException:
             if not build.state.ended:
                 await shielded(_cancel, client, build.id, timeout_s=_CANCEL_S)
@@ -138,12 +195,15 @@ async def _upload(client: AsyncClient, gateway: AsyncGateway, build: Build, file
     return parse_answer(Build, answer.body)
 
 
-async def _follow(client: AsyncClient, gateway: AsyncGateway, build: Build, on_output: LineCallback | None) -> Build:
-    """Until it has ended; each step's title and output are told in order."""
+async def _follow(
+    client: AsyncClient, gateway: AsyncGateway | None, build: Build, on_output: LineCallback | None
+) -> Build:
+    """Until it has ended; each step's title and output are told in order. Without a gateway nothing runs for it: an
+    equal build has done the work, or does it."""
     told = 0
     while True:
         for step in build.steps[told:]:
-            if step.state is StepState.PENDING:
+            if gateway is None or step.state is StepState.PENDING:
                 break
             await _tell(gateway, step, on_output)
             told += 1
@@ -156,7 +216,7 @@ async def _follow(client: AsyncClient, gateway: AsyncGateway, build: Build, on_o
 async def _tell(gateway: AsyncGateway, step: BuildStep, on_output: LineCallback | None) -> None:
     if on_output is None:
         return
-    await call_each(on_output, [f"== {step.name}: {step.text}"])
+    await call_each(on_output, [f"== {step.name}: {step.text}{' (done before)' if step.cached else ''}"])
     if step.command is None:
         return
     # What the packer says on stdout is for the server.

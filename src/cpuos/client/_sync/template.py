@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from os import PathLike
 from typing import Any
 from urllib.parse import quote
 
 from cpuos.client._backend_sync import call_blocking, call_each, shielded, sleep
+from cpuos.client._image import image_name, open_image
 from cpuos.client._parse import make_request, parse_answer
 from cpuos.client._recipe import RecipeFile, read_recipe_files
 from cpuos.client._sink import LineCallback
@@ -20,7 +22,7 @@ from cpuos.client._sync.job import Job
 from cpuos.errors import CpuosError, error_from_body
 from cpuos.types.installation import TemplateList
 from cpuos.types.node import TemplateFacts
-from cpuos.types.template import Build, BuildCreated, BuildStep, StepState, TemplateBuild, TemplateInfo
+from cpuos.types.template import Build, BuildCreated, BuildState, BuildStep, StepState, TemplateBuild, TemplateInfo
 from cpuos.types.units import parse_duration_s, parse_size_mib
 
 __all__ = ["Template"]
@@ -50,6 +52,7 @@ class Template:
         memory: str | int | None = None,
         disk: str | int | None = None,
         timeout: str | float | None = None,
+        fresh: bool = False,
         on_output: LineCallback | None = None,
         client: Client | None = None,
     ) -> TemplateInfo:
@@ -58,9 +61,9 @@ class Template:
         In this order: `files` are laid down (path of the image to text, bytes, or a `Path` of this machine; a folder's
         with all below it), `apt` and `pip` packages installed, the `run` commands run, all as root in a sandbox of
         its own. `env` holds there and in every sandbox of the template. `start` runs in each new one; a create waits
-        for `ready`, such as "port:8000". The same again on the same parent is there at once. `on_output` gets the
-        build's output, line by line. A failed build raises `build_failed`, names its step and leaves nothing; an
-        interrupted one is cancelled.
+        for `ready`, such as "port:8000". The same again on the same parent is there at once, and steps that an earlier
+        build has done are not done again, unless `fresh` is given. `on_output` gets the build's output, line by line.
+        A failed build raises `build_failed`, names its step and leaves nothing; an interrupted one is cancelled.
         """
         found = call_blocking(read_recipe_files, files)
         values: dict[str, Any] = {
@@ -77,11 +80,62 @@ class Template:
             "memory_mib": None if memory is None else parse_size_mib(memory, name="memory"),
             "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
             "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
+            "fresh": fresh or None,
         }
         values = {field: value for field, value in values.items() if value is not None}
         body = make_request(TemplateBuild, values, doing="build template")
         with _client(client) as used:
             return cls._build(used, body, found, on_output)
+
+    @classmethod
+    def from_image(
+        cls,
+        source: str | PathLike[str],
+        *,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        start: str | None = None,
+        ready: str | None = None,
+        credentials: tuple[str, str] | None = None,
+        insecure: bool = False,
+        cpu: int | None = None,
+        memory: str | int | None = None,
+        disk: str | int | None = None,
+        timeout: str | float | None = None,
+        fresh: bool = False,
+        on_output: LineCallback | None = None,
+        client: Client | None = None,
+    ) -> TemplateInfo:
+        """Make a template of an OCI or Docker image and answer its manifest, with the digest that it was made of.
+
+        `source` is a text such as "docker.io/library/alpine:3.20" or "registry.example/x@sha256:…", or a `Path` of
+        this machine: an OCI layout (folder or tar file), or what `docker save` writes. It is fetched and unpacked in a
+        sandbox, under the workspace's network policy. `credentials` (user and password of the registry) go into that
+        sandbox alone and are removed from it as soon as the image is there; `insecure` takes a registry without TLS.
+        The image's variables hold in every command; its entrypoint becomes `start` and runs as its user in its
+        folder. `env`, `start` and `ready` go before what the image says. The same digest again is there at once.
+        """
+        sizes = {
+            "memory_mib": None if memory is None else parse_size_mib(memory, name="memory"),
+            "disk_mib": None if disk is None else parse_size_mib(disk, name="disk"),
+            "timeout_s": None if timeout is None else parse_duration_s(timeout, name="timeout"),
+        }
+        with ExitStack() as opened:
+            image = call_blocking(opened.enter_context, open_image(source, credentials=credentials, insecure=insecure))
+            values: dict[str, Any] = {
+                "name": name or image_name(source),
+                "image": image.values,
+                "env": None if env is None else dict(env),
+                "start": start,
+                "ready": ready,
+                "cpu": cpu,
+                "fresh": fresh or None,
+                **sizes,
+            }
+            values = {field: value for field, value in values.items() if value is not None}
+            body = make_request(TemplateBuild, values, doing="build template")
+            with _client(client) as used:
+                return cls._build(used, body, image.uploads, on_output)
 
     @classmethod
     def list(cls, *, client: Client | None = None) -> builtins.list[TemplateFacts]:
@@ -109,12 +163,13 @@ class Template:
         created = parse_answer(BuildCreated, answer.body)
         build = created.build
         try:
+            gateway = None
             if build.sandbox is not None and created.access is not None:
                 ticket = make_ticket(created.access, answer)
                 gateway = Gateway(client.http, client.server, sandbox_id=build.sandbox, ticket=ticket)
-                if files:
+                if build.state is BuildState.UPLOADING:
                     build = _upload(client, gateway, build, files)
-                build = _follow(client, gateway, build, on_output)
+            build = _follow(client, gateway, build, on_output)
         except BaseException:
             if not build.state.ended:
                 shielded(_cancel, client, build.id, timeout_s=_CANCEL_S)
@@ -137,12 +192,13 @@ def _upload(client: Client, gateway: Gateway, build: Build, files: list[RecipeFi
     return parse_answer(Build, answer.body)
 
 
-def _follow(client: Client, gateway: Gateway, build: Build, on_output: LineCallback | None) -> Build:
-    """Until it has ended; each step's title and output are told in order."""
+def _follow(client: Client, gateway: Gateway | None, build: Build, on_output: LineCallback | None) -> Build:
+    """Until it has ended; each step's title and output are told in order. Without a gateway nothing runs for it: an
+    equal build has done the work, or does it."""
     told = 0
     while True:
         for step in build.steps[told:]:
-            if step.state is StepState.PENDING:
+            if gateway is None or step.state is StepState.PENDING:
                 break
             _tell(gateway, step, on_output)
             told += 1
@@ -155,7 +211,7 @@ def _follow(client: Client, gateway: Gateway, build: Build, on_output: LineCallb
 def _tell(gateway: Gateway, step: BuildStep, on_output: LineCallback | None) -> None:
     if on_output is None:
         return
-    call_each(on_output, [f"== {step.name}: {step.text}"])
+    call_each(on_output, [f"== {step.name}: {step.text}{' (done before)' if step.cached else ''}"])
     if step.command is None:
         return
     # What the packer says on stdout is for the server.

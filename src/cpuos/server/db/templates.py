@@ -66,11 +66,12 @@ async def delete_template(connection: AsyncConnection, workspace: str, name: str
 
 
 async def named_images(connection: AsyncConnection) -> set[str]:
-    """Images that some name means, in whatever workspace, and those of live sandboxes and of snapshots."""
+    """Images that some name means, in whatever workspace, and those of live sandboxes and of snapshots that users
+    made: what a build keeps for the next is not worth an image that nobody can build on."""
     named = (await connection.execute(select(_templates.c.image).distinct())).scalars()
     where = (_sandboxes.c.image.is_not(None), _sandboxes.c.state.in_(_LIVE))
     used = (await connection.execute(select(_sandboxes.c.image).where(*where).distinct())).scalars()
-    where = (_snapshots.c.image.is_not(None), _snapshots.c.state.in_(_KEPT))
+    where = (_snapshots.c.image.is_not(None), _snapshots.c.state.in_(_KEPT), _snapshots.c.internal.is_(False))
     saved = (await connection.execute(select(_snapshots.c.image).where(*where).distinct())).scalars()
     return {*named, *used, *saved}
 

@@ -1,16 +1,16 @@
 """Builds: each in an ordinary sandbox of the workspace, which is all that a build's steps can reach.
 
 The host sees of a build its commands' recorded output and, at the end, the image as bytes: it is copied to the node by
-digest and size. Nothing of it is read or unpacked outside of sandboxes.
+digest and size. Nothing of it is read or unpacked outside of sandboxes. Equal builds at once are one build: the first
+does the work, the others wait for how it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -18,12 +18,16 @@ from sqlalchemy import Row
 
 from cpuos.errors import (
     AgentFailure,
+    CapacityExceeded,
     Conflict,
     CpuosError,
     FileProblem,
+    InvalidRequest,
+    LimitReached,
     NotFound,
     PlatformError,
     SandboxGone,
+    Unavailable,
 )
 from cpuos.scheduler.base import Scheduler
 from cpuos.server.asks import new_id
@@ -32,65 +36,30 @@ from cpuos.server.db import templates as records
 from cpuos.server.db.database import Database
 from cpuos.server.db.sandboxes import row_of
 from cpuos.server.lifecycle import Lifecycle
+from cpuos.server.network import Networks
 from cpuos.server.tasks import Tasks
-from cpuos.server.templates.failures import build_failed, step_failed, too_large, took_too_long, was_cancelled
-from cpuos.server.templates.guest import Gate, Guest
-from cpuos.server.templates.names import Meaning, TemplateNames
-from cpuos.server.templates.packer import Packer, read_packer
-from cpuos.server.templates.recipe import (
-    IMAGE,
-    WORK,
-    Packed,
-    Step,
-    build_key,
-    pack_step,
-    read_packed,
-    steps_of,
-    steps_shown,
-)
+from cpuos.server.templates.active import Active
+from cpuos.server.templates.failures import build_failed, other_failed, took_too_long, was_cancelled
+from cpuos.server.templates.guest import Gate
+from cpuos.server.templates.layers import Layers
+from cpuos.server.templates.names import TemplateNames
+from cpuos.server.templates.recipe import build_key, steps_shown
 from cpuos.server.templates.room import TemplateRoom
-from cpuos.server.templates.starts import READY_S, begin
-from cpuos.types.command import Command
+from cpuos.server.templates.runner import BUILD_LABEL, Runner, quietly
+from cpuos.server.templates.starts import begin
 from cpuos.types.error import Error
 from cpuos.types.sandbox import Isolation, SandboxCreate
-from cpuos.types.template import Build, BuildState, BuildStep, StepState, TemplateBuild, TemplateInfo
+from cpuos.types.template import Build, BuildState, StepState, TemplateBuild, TemplateInfo
 
 __all__ = ["BUILD_LABEL", "Builder"]
 
-BUILD_LABEL = "cpuos.build"
-_PACKED_OUTPUT = 256 << 10
 # The build ends its sandbox; the sandbox's own time is for what nobody ends.
 _SANDBOX_MARGIN_S = 60.0
-_TRY_S = 60.0
-_TRY_DISK_MIB = 1024
 _TIDY_S = 300.0
 _CLOSE_S = 5.0
 _log = structlog.get_logger("cpuos.server.templates")
 
-
-@dataclass(kw_only=True)
-class _Active:
-    """A build at work in this process."""
-
-    build: Build
-    request: TemplateBuild
-    workspace: str
-    actor: str
-    parent_digest: str
-    sandbox: Row[Any]
-    uploaded: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    cancelled: str = ""
-    """By whom."""
-    settled: bool = False
-    """How it ends is certain: from here on it is not cancelled."""
-
-    def step(self, name: str, **changes: Any) -> None:
-        steps = [step.model_copy(update=changes) if step.name == name else step for step in self.build.steps]
-        self.build = self.build.model_copy(update={"steps": steps})
-
-    def running_step(self) -> BuildStep | None:
-        return next((step for step in self.build.steps if step.state is StepState.RUNNING), None)
+Begun = Callable[[str], None]
 
 
 class Builder:
@@ -100,7 +69,9 @@ class Builder:
         database: Database,
         scheduler: Scheduler,
         lifecycle: Lifecycle,
+        networks: Networks,
         names: TemplateNames,
+        layers: Layers,
         tasks: Tasks,
         clock: Clock,
         gate: Gate,
@@ -111,16 +82,28 @@ class Builder:
         self._database = database
         self._scheduler = scheduler
         self._lifecycle = lifecycle
+        self._networks = networks
         self._names = names
+        self._layers = layers
         self._tasks = tasks
         self._clock = clock
         self._gate = gate
-        self._max_mib = max_mib
         self._room = TemplateRoom(database, workspace_mib=workspace_mib)
-        self._active: dict[str, _Active] = {}
+        self._runner = Runner(
+            database=database,
+            scheduler=scheduler,
+            lifecycle=lifecycle,
+            layers=layers,
+            room=self._room,
+            tasks=tasks,
+            clock=clock,
+            gate=gate,
+            max_mib=max_mib,
+        )
+        self._active: dict[str, Active] = {}
+        self._flights: dict[str, asyncio.Future[Build]] = {}
         self._begun: Counter[str] = Counter()
         self._storing: set[str] = set()
-        self._packer: Packer | None = None
         self._tidying: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
 
@@ -134,7 +117,7 @@ class Builder:
             await asyncio.wait([self._tidying], timeout=_CLOSE_S)
         building = [active for active in self._active.values() if active.task is not None]
         for active in building:
-            _cancel(active, by="the server, which stops")
+            active.cancel(by="the server, which stops")
         if building:
             await asyncio.wait([active.task for active in building if active.task], timeout=_CLOSE_S)
         await self._gate.aclose()
@@ -142,9 +125,10 @@ class Builder:
     # verbs
 
     async def create(
-        self, request: TemplateBuild, *, workspace: str, actor: str, begun: Callable[[str], None]
+        self, request: TemplateBuild, *, workspace: str, actor: str, begun: Begun
     ) -> tuple[Build, Row[Any] | None]:
-        """A build and its sandbox; none when the same was built before, and the build is ready then."""
+        """A build and its sandbox; none when the same was built before, and the build is ready then, or when the same
+        is being built, which this one waits for."""
         if any(facts.name == request.name for facts in self._names.installed()):
             raise Conflict(
                 f"cannot build template: the name {request.name!r} is taken",
@@ -156,47 +140,100 @@ class Builder:
         at_work = sum(active.workspace == workspace for active in self._active.values()) + self._begun[workspace]
         await self._room.check_counts(workspace, request.name, builds=at_work)
         parent = await self._names.get(workspace, request.from_)
-        reused = await self._reuse(request, workspace=workspace, parent_digest=parent.digest)
-        if reused is not None:
-            return reused, None
-        self._begun[workspace] += 1
-        try:
-            build_id = new_id()
-            wanted = SandboxCreate(
-                template=request.from_,
-                cpu=request.cpu,
-                memory_mib=request.memory_mib,
-                disk_mib=request.disk_mib,
-                timeout_s=request.timeout_s + _SANDBOX_MARGIN_S,
-                labels={BUILD_LABEL: build_id},
-                min_isolation=Isolation.EMULATED,  # the steps change the root that they see
-            )
-            row = await self._lifecycle.create(wanted, workspace=workspace, actor=actor, begun=begun)
-        finally:
-            self._begun[workspace] -= 1
+        policy = await self._networks.workspace_policy(workspace)
+        inputs = {"workspace": workspace, "parent_digest": parent.digest, "network": policy.model_dump_json()}
+        key = build_key(request, **inputs)
+        if not request.fresh:
+            reused = await self._reuse(request, key, workspace=workspace)
+            if reused is not None:
+                return reused, None
         build = Build(
-            id=build_id,
+            id=new_id(),
             name=request.name,
-            state=BuildState.UPLOADING if request.files else BuildState.RUNNING,
-            sandbox=row.id,
+            state=BuildState.RUNNING,
             steps=steps_shown(request),
             created_at=self._clock(),
         )
-        active = _Active(
-            build=build,
-            request=request,
-            workspace=workspace,
-            actor=actor,
-            parent_digest=row.template_digest,
-            sandbox=row,
-        )
-        self._active[build_id] = active
-        async with self._database.write() as connection:
-            await records.insert_build(connection, build, workspace=workspace, created_at=build.created_at)
-        if not request.files:
+        active = Active(build=build, request=request, actor=actor, sandbox=None, **inputs)
+        # From here to the flight's own record nothing waits: of equal builds exactly one is the first.
+        flight = None if request.fresh else self._flights.get(key)
+        if flight is not None:
+            await self._start(active, self._wait_for(active, flight))
+            return build, None
+        flight = self._flights[key] = asyncio.get_running_loop().create_future()
+        try:
+            await self._begin(active, begun=begun)
+        except BaseException as error:
+            self._land(key, flight, error=error)
+            raise
+        await self._start(active, self._run(active, key, flight))
+        return active.build, active.sandbox
+
+    async def _begin(self, active: Active, *, begun: Begun) -> None:
+        """Give it a sandbox, which begins where the first step comes that is not done yet."""
+        request, workspace = active.request, active.workspace
+        self._begun[workspace] += 1
+        try:
+            row = await self._from_layer(active, begun=begun)
+            if row is None:
+                row = await self._lifecycle.create(
+                    self._wanted(active), workspace=workspace, actor=active.actor, begun=begun
+                )
+        finally:
+            self._begun[workspace] -= 1
+        active.sandbox = row
+        active.parent_digest = row.template_digest
+        uploading = request.uploads and not active.cached
+        state = BuildState.UPLOADING if uploading else BuildState.RUNNING
+        active.build = active.build.model_copy(update={"sandbox": row.id, "state": state})
+        if not uploading:
             active.uploaded.set()
-        active.task = self._tasks.start(self._run(active))
-        return build, row
+
+    async def _from_layer(self, active: Active, *, begun: Begun) -> Row[Any] | None:
+        """A sandbox with as many steps done as there are layers of; None: there are none that can be taken up."""
+        if active.request.fresh:
+            return None
+        cached, origin = await self._layers.find(active.workspace, active.layers)
+        if origin is None:
+            return None
+        wanted = self._wanted(active).model_copy(update={"snapshot": origin.id, "runtime": origin.runtime})
+        try:
+            row = await self._lifecycle.create(
+                wanted, workspace=active.workspace, actor=active.actor, begun=begun, origin=origin
+            )
+        except (CapacityExceeded, LimitReached, Unavailable):
+            raise
+        except CpuosError as error:
+            _log.warning("layer not usable", build=active.build.id, snapshot=origin.id, why=str(error))
+            await self._layers.drop(active.workspace, origin.id)
+            return None
+        if row.reason:  # it tells what did not come back
+            _log.warning("layer not whole", build=active.build.id, snapshot=origin.id, why=row.reason)
+            await self._layers.drop(active.workspace, origin.id)
+            await self._runner.kill(row, reason=row.reason)
+            return None
+        active.cached = cached
+        return row
+
+    def _wanted(self, active: Active) -> SandboxCreate:
+        request = active.request
+        return SandboxCreate(
+            template=request.from_,
+            cpu=request.cpu,
+            memory_mib=request.memory_mib,
+            disk_mib=request.disk_mib,
+            timeout_s=request.timeout_s + _SANDBOX_MARGIN_S,
+            labels={BUILD_LABEL: active.build.id},
+            min_isolation=Isolation.EMULATED,  # the steps change the root that they see
+        )
+
+    async def _start(self, active: Active, work: Any) -> None:
+        self._active[active.build.id] = active
+        async with self._database.write() as connection:
+            await records.insert_build(
+                connection, active.build, workspace=active.workspace, created_at=active.build.created_at
+            )
+        active.task = self._tasks.start(work)
 
     async def get(self, workspace: str, build_id: str) -> Build:
         active = self._active.get(build_id)
@@ -225,7 +262,7 @@ class Builder:
         await self.get(workspace, build_id)
         active = self._active.get(build_id)
         if active is not None and active.task is not None:
-            _cancel(active, by=by)
+            active.cancel(by=by)
             await asyncio.wait([active.task])
         return await self.get(workspace, build_id)
 
@@ -239,12 +276,12 @@ class Builder:
         try:
             await begin(self._gate.guest(row, actor=actor), meaning.template)
         except CpuosError:
-            await self._kill(row, reason="what its template starts was not ready")
+            await self._runner.kill(row, reason="what its template starts was not ready")
             raise
 
     async def _tidy_for_ever(self) -> None:
         while not self._stopping.is_set():
-            await _quietly(self.tidy)
+            await quietly(self.tidy)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TIDY_S):
                     await self._stopping.wait()
@@ -255,6 +292,7 @@ class Builder:
             left = await records.open_builds(connection, except_for=set(self._active))
         for build in left:
             await self._end_left(build)
+        await self._layers.tidy(installed={facts.digest for facts in self._names.installed()})
         kept = {*self._storing}
         images = set(self._names.images())
         async with self._database.read() as connection:
@@ -265,145 +303,103 @@ class Builder:
 
     # the run of one build
 
-    async def _run(self, active: _Active) -> None:
+    async def _run(self, active: Active, key: str, flight: asyncio.Future[Build]) -> None:
         image = f"built-{active.build.id}"
         try:
             async with AsyncExitStack() as undo:
                 async with asyncio.timeout(active.request.timeout_s):
-                    template = await self._work(active, image, undo=undo)
+                    self._storing.add(image)
+                    template = await self._runner.work(active, image, known=self._known, undo=undo)
                 active.settled = True
-                async with self._database.write() as connection:
-                    await records.put_template(connection, workspace=active.workspace, image=image, template=template)
-                undo.pop_all()
+                if active.known is not None:
+                    active.reuse()
+                else:
+                    async with self._database.write() as connection:
+                        named = {"workspace": active.workspace, "image": image, "template": template}
+                        await records.put_template(connection, **named)
+                    undo.pop_all()
             await self._end(active, state=BuildState.READY, template=template)
-        except TimeoutError:
-            error = took_too_long(active.build, _at(active), limit_s=active.request.timeout_s)
-            await self._end(active, state=BuildState.FAILED, error=error)
         except asyncio.CancelledError:
             if not active.cancelled:
                 raise  # the server ends: the next start says how this ended
-            error = was_cancelled(active.build, _at(active), by=active.cancelled)
+            error = was_cancelled(active.build, active.at, by=active.cancelled)
             await self._end(active, state=BuildState.FAILED, error=error)
-        except CpuosError as error:
-            if isinstance(error, AgentFailure | FileProblem | SandboxGone):  # the build's own doing
-                error = build_failed(active.build, _at(active), f"{error.what}: {error.why}")
+        except Exception as problem:
+            error = await self._error_in_sandbox(active, problem)
             await self._end(active, state=BuildState.FAILED, error=error)
-        except Exception:
-            _log.exception("build failed", build=active.build.id)
-            fault = PlatformError("cannot build template: a fault of cpuOS", "the server's log has the details")
-            await self._end(active, state=BuildState.FAILED, error=fault)
-
-    async def _work(self, active: _Active, image: str, *, undo: AsyncExitStack) -> TemplateInfo:
-        """All that can be cut short: by a cancel, and by the build's time."""
-        request, build = active.request, active.build
-        self._packer = self._packer or await read_packer()
-        guest = self._gate.guest(active.sandbox, actor=active.actor)
-        await guest.put(f"{WORK}/started", b"", mode=0o600)
-        await active.uploaded.wait()
-        for step in steps_of(request):
-            await self._step(active, guest, step)
-        packed = await self._pack(active, guest)
-        template = TemplateInfo(
-            name=build.name,
-            digest=f"sha256:{packed.sha256}",
-            size_bytes=packed.size,
-            parent=request.from_,
-            parent_digest=active.parent_digest,
-            steps=[f"{step.name}: {step.text}" for step in steps_of(request)],
-            files={file.path: file.sha256 for file in request.files},
-            env=request.env,
-            start=request.start,
-            ready=request.ready,
-            dropped=packed.dropped,
-            dropped_count=packed.dropped_count,
-            key=build_key(request, workspace=active.workspace, parent_digest=active.parent_digest),
-            created_at=self._clock(),
-            created_by=active.actor,
-        )
-        await self._unbroken(self._room.check_size(active.workspace, build.name, size=packed.size))
-        node = self._scheduler.client(active.sandbox.node)
-        self._storing.add(image)
-        undo.push_async_callback(_quietly, lambda: node.delete_template(image))
-        await self._during(active, "store", self._store(guest, node, image=image, packed=packed))
-        # Its room is free for the try: the workspace may have no more than this one sandbox.
-        await self._kill(active.sandbox, reason="its template is built")
-        await self._during(active, "try", self._try(active, template, image=image))
-        return template
-
-    async def _step(self, active: _Active, guest: Guest, step: Step) -> Command:
-        command_id = await guest.start(
-            step.script, name=f"{WORK}/step-{step.name.replace(' ', '-')}", env=active.request.env
-        )
-        active.step(step.name, state=StepState.RUNNING, command=command_id)
-        command = await guest.wait(command_id)
-        if command.exit_code != 0:
-            raise await step_failed(guest, command, build=active.build, step=step.name)
-        active.step(step.name, state=StepState.DONE)
-        return command
-
-    async def _pack(self, active: _Active, guest: Guest) -> Packed:
-        assert self._packer is not None
-        for name, content in self._packer.files.items():
-            await guest.put(f"{WORK}/{name}", content)
-        step = pack_step(self._packer.loader, self._packer.program, max_mib=self._max_mib)
-        command = await self._step(active, guest, step)
-        output = await guest.output_end(command.id, stream="stdout", limit=_PACKED_OUTPUT)
-        packed = read_packed(output)
-        if packed is None:
-            raise build_failed(active.build, "pack", "the build sandbox did not say what it made")
-        if packed.size > self._max_mib << 20:
-            raise too_large(active.build, f"it has {packed.size >> 20} MiB, and {self._max_mib} MiB are allowed")
-        return packed
-
-    async def _store(self, guest: Guest, node: Any, *, image: str, packed: Packed) -> None:
-        async with guest.open(IMAGE) as content:
-            await node.put_template(image, size=packed.size, sha256=packed.sha256, content=content)
-        await self._scheduler.refresh()
-
-    async def _try(self, active: _Active, template: TemplateInfo, *, image: str) -> None:
-        """A sandbox from the image runs a program, and `start` becomes ready: else nobody could use it."""
-        request = active.request
-        wanted = SandboxCreate(
-            template=active.request.from_,
-            cpu=request.cpu,
-            memory_mib=request.memory_mib,
-            disk_mib=min(request.disk_mib, _TRY_DISK_MIB),
-            timeout_s=_TRY_S + READY_S,
-            labels={BUILD_LABEL: active.build.id},
-            min_isolation=Isolation.EMULATED,
-        )
-        meaning = Meaning(name=template.name, image=image, template=template)
-        created = self._tasks.start(
-            self._lifecycle.create(wanted, workspace=active.workspace, actor=active.actor, meaning=meaning)
-        )
-        try:
-            row = await asyncio.shield(created)
-            async with asyncio.timeout(_TRY_S + READY_S):
-                await self._try_in(active, row, template)
-        except TimeoutError:
-            raise build_failed(active.build, "try", f"a sandbox of it was not ready within {_TRY_S:g} s") from None
         finally:
-            await asyncio.wait([created])
-            if created.exception() is None:
-                await self._kill(created.result(), reason="the template was tried")
+            self._storing.discard(image)
+            self._land(key, flight, build=active.build)
 
-    async def _try_in(self, active: _Active, row: Row[Any], template: TemplateInfo) -> None:
-        guest = self._gate.guest(row, actor=active.actor)
-        command = await guest.wait(await guest.start("true", name="/tmp/try", user="root"))
-        if command.exit_code != 0:
-            raise await step_failed(guest, command, build=active.build, step="try")
-        await begin(guest, template)
+    async def _wait_for(self, active: Active, flight: asyncio.Future[Build]) -> None:
+        """An equal build does the work."""
+        try:
+            async with asyncio.timeout(active.request.timeout_s):
+                other = await asyncio.shield(flight)
+            reused = None
+            if other.state is BuildState.READY:
+                assert other.template is not None
+                found = self._meant(active.workspace, active.build.name, key=other.template.key)
+                reused = await self._runner.unbroken(found)
+            if reused is None:
+                raise other_failed(active.build, other)
+            active.reuse()
+            await self._end(active, state=BuildState.READY, template=reused)
+        except asyncio.CancelledError:
+            if not active.cancelled:
+                raise
+            error = was_cancelled(active.build, active.at, by=active.cancelled)
+            await self._end(active, state=BuildState.FAILED, error=error)
+        except Exception as problem:
+            await self._end(active, state=BuildState.FAILED, error=self._error_of(active, problem))
+
+    def _land(
+        self,
+        key: str,
+        flight: asyncio.Future[Build],
+        *,
+        build: Build | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Let those know that wait for it."""
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+        if flight.done():
+            return
+        if isinstance(error, CpuosError):
+            flight.set_exception(error)
+            flight.exception()  # nobody may be waiting
+        elif build is not None:
+            flight.set_result(build)
+        else:
+            flight.set_exception(PlatformError("cannot build template: a fault of cpuOS", "its sandbox was not made"))
+            flight.exception()
+
+    async def _error_in_sandbox(self, active: Active, problem: Exception) -> CpuosError:
+        if isinstance(problem, CpuosError) and active.at != "try":  # then it is ended by the build
+            try:
+                await self._runner.require_sandbox(active)
+            except InvalidRequest as error:
+                return error if "step" not in problem.details else problem
+        error = self._error_of(active, problem)
+        error.details.setdefault("step", active.at)
+        return error
+
+    def _error_of(self, active: Active, problem: Exception) -> CpuosError:
+        if isinstance(problem, TimeoutError):
+            return took_too_long(active.build, active.at, limit_s=active.request.timeout_s)
+        if isinstance(problem, AgentFailure | FileProblem | SandboxGone):  # the build's own doing
+            return build_failed(active.build, active.at, f"{problem.what}: {problem.why}")
+        if isinstance(problem, CpuosError):
+            return problem
+        _log.error("build failed", build=active.build.id, exc_info=problem)
+        return PlatformError("cannot build template: a fault of cpuOS", "the server's log has the details")
 
     # ends
 
-    async def _during(self, active: _Active, name: str, work: Awaitable[Any]) -> None:
-        active.step(name, state=StepState.RUNNING)
-        await work
-        active.step(name, state=StepState.DONE)
-
     async def _end(
         self,
-        active: _Active,
+        active: Active,
         *,
         state: BuildState,
         template: TemplateInfo | None = None,
@@ -415,7 +411,8 @@ class Builder:
             if running is not None:
                 active.step(running.name, state=StepState.FAILED)
             _log.info("build failed", build=active.build.id, what=error.what, why=error.why[-300:])
-        await self._kill(active.sandbox, reason=f"its build is {state.value}")
+        if active.sandbox is not None:
+            await self._runner.kill(active.sandbox, reason=f"its build is {state.value}")
         told = None if error is None else Error.model_validate(error.body()["error"])
         changes = {"state": state, "template": template, "error": told, "ended_at": self._clock()}
         active.build = active.build.model_copy(update=changes)
@@ -423,69 +420,50 @@ class Builder:
             await records.update_build(connection, active.build)
         self._active.pop(active.build.id, None)
         self._storing.discard(f"built-{active.build.id}")
-        await _quietly(self.tidy)
+        await quietly(self.tidy)
 
     async def _end_left(self, build: Build) -> None:
         if build.sandbox is not None:
             async with self._database.read() as connection:
                 row = await row_of(connection, build.sandbox)
             if row is not None:
-                await self._kill(row, reason="its build was left by a server that ended")
+                await self._runner.kill(row, reason="its build was left by a server that ended")
         told = Error(code="build_failed", what=f"cannot build template {build.name!r}", why="the server was restarted")
         changes = {"state": BuildState.FAILED, "error": told, "ended_at": self._clock()}
         async with self._database.write() as connection:
             await records.update_build(connection, build.model_copy(update=changes))
 
-    async def _unbroken(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Work on the database, which a cancel of the build does not cut short."""
-        return await asyncio.shield(self._tasks.start(work))
+    # what was built before
 
-    async def _kill(self, row: Row[Any], *, reason: str) -> None:
-        try:
-            await self._unbroken(self._lifecycle.kill(row, reason=reason))
-        except CpuosError as error:
-            _log.warning("build sandbox not ended yet", sandbox=row.id, why=str(error))  # its timeout ends it
+    async def _reuse(self, request: TemplateBuild, key: str, *, workspace: str) -> Build | None:
+        template = await self._meant(workspace, request.name, key=key)
+        if template is None:
+            return None
+        now = self._clock()
+        steps = [step.model_copy(update={"state": StepState.DONE}) for step in steps_shown(request)]
+        build = Build(
+            id=new_id(),
+            name=request.name,
+            state=BuildState.READY,
+            reused=True,
+            steps=steps,
+            template=template,
+            created_at=now,
+            ended_at=now,
+        )
+        async with self._database.write() as connection:
+            await records.insert_build(connection, build, workspace=workspace, created_at=now)
+        return build
 
-    # what it needs
+    async def _known(self, active: Active) -> TemplateInfo | None:
+        return await self._meant(active.workspace, active.build.name, key=active.key)
 
-    async def _reuse(self, request: TemplateBuild, *, workspace: str, parent_digest: str) -> Build | None:
-        key = build_key(request, workspace=workspace, parent_digest=parent_digest)
+    async def _meant(self, workspace: str, name: str, *, key: str) -> TemplateInfo | None:
+        """The name means from now on what was made of exactly these inputs; None: nothing was."""
         async with self._database.write() as connection:
             row = await records.template_with_key(connection, workspace, key)
             if row is None or row.image not in self._names.images():
                 return None
-            template = TemplateInfo.model_validate(row.manifest).model_copy(update={"name": request.name})
+            template = TemplateInfo.model_validate(row.manifest).model_copy(update={"name": name})
             await records.put_template(connection, workspace=workspace, image=row.image, template=template)
-            now = self._clock()
-            steps = [step.model_copy(update={"state": StepState.DONE}) for step in steps_shown(request)]
-            build = Build(
-                id=new_id(),
-                name=request.name,
-                state=BuildState.READY,
-                reused=True,
-                steps=steps,
-                template=template,
-                created_at=now,
-                ended_at=now,
-            )
-            await records.insert_build(connection, build, workspace=workspace, created_at=now)
-        return build
-
-
-def _cancel(active: _Active, *, by: str) -> None:
-    # Once: a second would cut short what the first makes it tidy.
-    if active.task is not None and not active.cancelled and not active.settled:
-        active.cancelled = by
-        active.task.cancel()
-
-
-def _at(active: _Active) -> str:
-    running = active.running_step()
-    return running.name if running is not None else "upload"
-
-
-async def _quietly(work: Callable[[], Awaitable[Any]]) -> None:
-    try:
-        await work()
-    except CpuosError as error:
-        _log.warning("template not tidied yet", why=str(error))
+        return template

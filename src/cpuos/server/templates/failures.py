@@ -8,14 +8,14 @@ from cpuos.server.templates.recipe import TOO_LARGE_EXIT
 from cpuos.types.command import Command
 from cpuos.types.template import Build
 
-__all__ = ["build_failed", "output_end", "step_failed", "too_large", "took_too_long", "was_cancelled"]
+__all__ = ["build_failed", "other_failed", "output_end", "step_failed", "too_large", "took_too_long", "was_cancelled"]
 
 _OUTPUT_END = 2000
 
 
 async def step_failed(guest: Guest, command: Command, *, build: Build, step: str) -> CpuosError:
     tail = await output_end(guest, command.id)
-    if step == "pack" and command.exit_code == TOO_LARGE_EXIT:
+    if step in ("pack", "unpack") and command.exit_code == TOO_LARGE_EXIT:
         return too_large(build, tail.strip()[-300:])
     how = f"exit code {command.exit_code}" if command.exit_code is not None else command.status.value
     why = f"{command.reason or how}; the end of its output: {tail}" if tail else command.reason or how
@@ -38,6 +38,19 @@ def build_failed(build: Build, step: str, why: str, *, output: str = "") -> Inva
         code="build_failed",
         hint=f"cpuos logs {build.sandbox} {shown.command}" if shown is not None and shown.command else "",
         details={"step": step, "output": output},
+    )
+
+
+def other_failed(build: Build, other: Build) -> InvalidRequest:
+    """It waited for an equal build."""
+    error = other.error
+    why = "it is not there any more" if error is None else f"{error.what}: {error.why}"
+    return InvalidRequest(
+        f"cannot build template {build.name!r}: the equal build {other.id}, which it waited for, failed",
+        why,
+        code="build_failed",
+        hint=(error.hint if error else "") or "repeat the build",
+        details={} if error is None else error.details,
     )
 
 

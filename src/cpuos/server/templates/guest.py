@@ -65,11 +65,18 @@ class Guest:
         self._fresh_until = 0.0
 
     async def start(
-        self, script: str, *, name: str, cwd: str = "/", env: dict[str, str] | None = None, user: str = "root"
+        self,
+        script: str,
+        *,
+        name: str,
+        cwd: str = "/",
+        env: dict[str, str] | None = None,
+        user: str = "root",
+        shell: str = "bash",
     ) -> str:
         """Put the script into a file and run it by `bash -e`; answers the command's id."""
-        await self.put(name, script.encode())
-        body = {"argv": ["bash", "-e", name], "cwd": cwd, "env": env or {}, "user": user, "detach": True}
+        await self.put(name, script.encode(), mode=0o700 if user == "root" else 0o755)
+        body = {"argv": [shell, "-e", name], "cwd": cwd, "env": env or {}, "user": user, "detach": True}
         return _parsed(await self._call("POST", "/commands", json=body)).id
 
     async def wait(self, command_id: str) -> Command:
@@ -93,6 +100,17 @@ class Guest:
         query = {"path": path, "mode": f"{mode:o}", "create_parents": "true", "user": "root"}
         await self._call("PUT", "/files", params=query, content=content)
 
+    async def read(self, path: str, *, limit: int) -> bytes:
+        """A small file; what is over the limit is left out."""
+        pieces, size = [], 0
+        async with self.open(path) as content:
+            async for piece in content:
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    break
+        return b"".join(pieces)[:limit]
+
     @asynccontextmanager
     async def open(self, path: str) -> AsyncIterator[AsyncIterator[bytes]]:
         """A file's bytes as they come."""
@@ -105,10 +123,12 @@ class Guest:
         except httpx2.TransportError as error:
             raise _unreachable(error) from error
 
-    async def await_port(self, port: int, *, wait_s: float) -> str:
+    async def await_port(self, port: int, *, wait_s: float, shell: str = "bash") -> str:
         """Id of a command that exits with 0 when something takes connections at a port of the sandbox's loopback."""
         probe = f"(exec 3<>/dev/tcp/127.0.0.1/{port} || exec 3<>/dev/tcp/::1/{port}) 2> /dev/null"
-        body = {"argv": ["bash", "-c", f"until {probe}; do sleep 0.1; done"], "cwd": "/", "user": "root"}
+        if shell != "bash":  # which alone can connect; what listens can be seen as well
+            probe = f"cat /proc/net/tcp /proc/net/tcp6 2> /dev/null | grep -q ':{port:04X} [0-9A-F]*:0000 0A '"
+        body = {"argv": [shell, "-c", f"until {probe}; do sleep 0.1; done"], "cwd": "/", "user": "root"}
         answer = await self._call("POST", "/commands", json={**body, "detach": True, "timeout_s": wait_s})
         return _parsed(answer).id
 

@@ -1,4 +1,4 @@
-"""mkfs.erofs of this host as files that run in any root: with the loader and the libraries that it was linked with."""
+"""Programs of this host as files that run in any root: with the loader and the libraries that they were linked with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from cpuos.errors import SetupRequired
 
 __all__ = ["Packer", "read_packer"]
 
-_PROGRAM = "mkfs.erofs"
 _LINE = re.compile(r"(?:^|=> )\s*(/\S+) \(0x[0-9a-f]+\)")
 _SEARCH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -26,11 +25,11 @@ class Packer:
         self.files = files
 
 
-async def read_packer() -> Packer:
+async def read_packer(name: str = "mkfs.erofs") -> Packer:
     """Read the files of this host; a build sandbox gets copies, and gives nothing back to them."""
-    program = shutil.which(_PROGRAM, path=_SEARCH)
+    program = shutil.which(name, path=_SEARCH)
     if program is None:
-        raise SetupRequired(f"cannot build templates: no {_PROGRAM} on this host", "", hint="cpuos setup")
+        raise SetupRequired(f"cannot build templates: no {name} on this host", "", hint="cpuos setup")
     process = await asyncio.create_subprocess_exec(
         "ldd",
         program,

@@ -18,12 +18,14 @@ async def begin(guest: Guest, template: TemplateInfo) -> None:
     """Run the template's `start` in a new sandbox, and return when its `ready` is fulfilled."""
     if template.start is None:
         return
-    command_id = await guest.start(template.start, name="/tmp/.cpuos-start", cwd="/workspace")
+    image = template.image
+    user, folder, shell = ("root", "/workspace", "bash") if image is None else (image.user, image.folder, image.shell)
+    command_id = await guest.start(template.start, name="/tmp/.cpuos-start", cwd=folder, user=user, shell=shell)
     if template.ready is None:
         return
     port = int(template.ready.partition(":")[2])
     started = asyncio.create_task(guest.wait(command_id))
-    listening = asyncio.create_task(guest.wait(await guest.await_port(port, wait_s=READY_S)))
+    listening = asyncio.create_task(guest.wait(await guest.await_port(port, wait_s=READY_S, shell=shell)))
     try:
         await asyncio.wait({started, listening}, return_when=asyncio.FIRST_COMPLETED)
         if started.done() and started.result().exit_code == 0:

@@ -139,10 +139,16 @@ class Internet:
         asked = parse_qs(url.query)
         status, extra, body = "200 OK", "", b""
         static = self._file(url.path)
-        if static is not None:
+        opens = self._file("/v2/authorization")
+        if opens is not None and url.path.startswith("/v2/") and headers.get("authorization") != opens.read_text():
+            status, extra = "401 Unauthorized", 'WWW-Authenticate: Basic realm="test"\r\n'
+        elif static is not None and static.is_file() and "/manifests/" in url.path:  # a registry of images
+            body = static.read_bytes()
+            extra = f"Content-Type: {json.loads(body)['mediaType']}\r\n"
+        elif static is not None:
             body = static.read_bytes() if static.is_file() else _listing(static)
             extra = "Content-Type: text/html\r\n" if static.is_dir() else ""
-        elif self.docroot is not None and url.path.startswith(("/simple/", "/debian/")):
+        elif self.docroot is not None and url.path.startswith(("/simple/", "/debian/", "/v2/")):
             status = "404 Not Found"
         elif url.path == "/redirect":
             status, extra = "302 Found", f"Location: {asked['to'][0]}\r\n"
