@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.commands import exec_true
 from benchmarks.lifecycle import fork_of_8, list_of_many, pause, resume_by_call, resume_to_exec, warm_pandas
 from benchmarks.names import dns_neighbour
-from benchmarks.outside import tcp_outside
+from benchmarks.outside import tcp_outside, tcp_outside_in_user_space
 from benchmarks.peek import peek_connect, peek_download
 from benchmarks.previews import preview_messages, preview_request
 from benchmarks.ready import against_bare, at_once, to_exec, to_exec_slowest
@@ -49,6 +49,7 @@ FIGURES = (
     Figure(name="growth_mib", limit=64, unit="MiB", measure=growth),
     Figure(name="idle_pss_mib", limit=45, unit="MiB", measure=idle_weight),
     Figure(name="tcp_outside", limit=0.7, at_least=True, measure=tcp_outside),
+    Figure(name="tcp_user_uplink", limit=0.45, at_least=True, measure=tcp_outside_in_user_space),
     Figure(name="slot_ms", limit=5, unit="ms", measure=slot_from_pool),
     Figure(name="policy_ms", limit=5, unit="ms", measure=policy_change),
     Figure(name="peek_download", limit=0.7, at_least=True, measure=peek_download),

@@ -21,7 +21,7 @@ from cpuos.node.network.namespaces import inside
 from cpuos.runtimes.base import ROUTER_ADDRESS
 from cpuos.testing.sealed import SealedInstance, SealedWorld, addresses
 
-__all__ = ["tcp_outside"]
+__all__ = ["tcp_outside", "tcp_outside_in_user_space"]
 
 SIZE_BYTES = 128 << 20
 _ORDERS, _BYTES = 9100, 9101
@@ -42,7 +42,16 @@ while orders.recv(1):
 
 def tcp_outside(stage: Stage) -> Measured:
     """Bytes a second that a program of the sandbox gets from outside."""
-    with SealedWorld() as world, world.instance(max_sandboxes=2) as instance:
+    return _compare(stage, uplink="nat")
+
+
+def tcp_outside_in_user_space(stage: Stage) -> Measured:
+    """The same by the uplink in user space, against the same bare sandbox."""
+    return _compare(stage, uplink="user")
+
+
+def _compare(stage: Stage, *, uplink: str) -> Measured:
+    with SealedWorld() as world, world.instance(max_sandboxes=2, network_uplink=uplink) as instance:
         put_first(instance.settings.instance_id, processes=[os.getpid()])
         with _outside(world) as orders:
             bare = _begin(instance, orders, bare=True)
@@ -79,6 +88,7 @@ def _bypass(instance: SealedInstance, sandbox_id: str) -> None:
         [*to_router, "ip", "link", "set", "lan", "netns", str(node)],
         [*at_host, "ip", "address", "add", f"{ROUTER_ADDRESS}/30", "dev", "lan"],
         [*at_host, "ip", "link", "set", "lan", "up"],
+        [*at_host, "sysctl", "-qw", "net.ipv4.ip_forward=1"],
         [*at_host, "nft", rules],
     ):
         subprocess.run(command, check=True)

@@ -16,6 +16,7 @@ from cpuos.setup.host import Host
 __all__ = ["look_at_network"]
 
 _LIBRARY = "libnftables.so.1"
+_TUN = "/dev/net/tun"
 
 
 def look_at_network(host: Host) -> Iterator[Check]:
@@ -25,6 +26,9 @@ def look_at_network(host: Host) -> Iterator[Check]:
     yield _look_at_exceptions(host)
     if host.settings.network_uplink == "none":
         yield ok("network uplink", "none is wanted: sandboxes reach nothing outside")
+        return
+    if host.settings.network_uplink == "user":
+        yield _look_at_user_uplink()
         return
     yield _look_at_forwarding()
     yield _look_at_forward_chains(host)
@@ -71,6 +75,20 @@ def _look_at_exceptions(host: Host) -> Check:
     except CpuosError as error:
         return missing("network exceptions", f"{error.what}: {error.why}", fix=error.hint)
     return ok("network exceptions", ", ".join(texts) or "none: no private address is reachable from any sandbox")
+
+
+def _look_at_user_uplink() -> Check:
+    name = "network uplink"
+    try:
+        os.close(os.open(_TUN, os.O_RDWR | os.O_CLOEXEC))
+    except PermissionError:
+        return warn(name, f"only root can open {_TUN}", fix="sudo cpuos doctor")
+    except OSError as error:
+        return missing(name, f"in user space, which needs {_TUN}: {error.strerror}", fix="sudo modprobe tun")
+    lowest, highest = Path("/proc/sys/net/ipv4/ping_group_range").read_text().split()
+    cost = "one process carries all bytes, and connections end with the node's restart"
+    pings = "" if int(lowest) <= int(highest) else "; no ping passes (net.ipv4.ping_group_range)"
+    return ok(name, f"in user space: nothing of this host is changed; {cost}{pings}")
 
 
 def _look_at_forwarding() -> Check:

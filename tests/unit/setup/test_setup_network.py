@@ -83,3 +83,14 @@ def test_a_forward_policy_of_drop_is_found_and_its_cure_works(sealed, tmp_path):
             assert slot.connect("93.184.215.14", 80) == "connected"
         finally:
             subprocess.run(["nsenter", f"--net={sealed.host}", "nft", "delete table ip filter"], check=True)
+
+
+def test_an_uplink_in_user_space_says_what_it_is_and_costs(sealed, tmp_path, monkeypatch):
+    checks = look(sealed, settings(tmp_path, network_uplink="user"))
+    assert checks["network uplink"].state is CheckState.OK
+    assert "nothing of this host is changed" in checks["network uplink"].evidence
+    assert "one process" in checks["network uplink"].evidence
+    assert not {"forwarding", "forward chains"} & checks.keys(), "it needs neither"
+    monkeypatch.setattr("cpuos.setup.network._TUN", str(tmp_path / "none"))
+    check = look(sealed, settings(tmp_path, network_uplink="user"))["network uplink"]
+    assert (check.state, check.fix) == (CheckState.MISSING, "sudo modprobe tun")

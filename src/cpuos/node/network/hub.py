@@ -155,6 +155,7 @@ class Hub:
         with RouteNetlink() as host:
             if not self._is_joined(host, plan):
                 host.delete_link(link)
+                inside(self.path, _delete_uplink)  # of a process in user space that ended a moment ago
                 hub_namespace = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     host.add_veth(link, mac=_HOST_MAC, peer=UPLINK, peer_mac=_UPLINK_MAC, peer_netns=hub_namespace)

@@ -58,6 +58,9 @@ class RouteNetlink:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._socket.close()
 
     def add_veth(self, name: str, *, mac: str, peer: str, peer_mac: str, peer_netns: int) -> None:

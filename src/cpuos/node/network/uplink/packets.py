@@ -83,7 +83,9 @@ def tagged(packet: Packet, tag: int) -> bytes:
 
 
 def udp_packet(packet: Packet, payload: bytes) -> bytes:
-    """An answer to a datagram."""
+    """An answer to a datagram; empty where it does not fit into a packet."""
+    if _MIN_HEADER + 8 + len(payload) > _MOST_BYTES:
+        return b""
     source_port, port = _PORTS.unpack(packet.key[8:12])
     head = struct.pack("!HHHH", port, source_port, 8 + len(payload), 0)
     return _answer(packet, socket.IPPROTO_UDP, _with_checksum(packet, head + payload))
@@ -102,8 +104,6 @@ def unreachable(packet: Packet, code: int) -> bytes:
 
 def _answer(packet: Packet, protocol: int, body: bytes) -> bytes:
     total = _MIN_HEADER + len(body)
-    if total > _MOST_BYTES:
-        return b""
     number = next(_numbers) & 0xFFFF
     fields = [0x45, 0, total, number, 0, _TTL, protocol, 0, packet.data[16:20], packet.data[12:16]]
     fields[7] = _checksum(_HEADER.pack(*fields))
