@@ -32,6 +32,8 @@ log = structlog.get_logger("cpuos.node.network")
 
 DOWN_AFTER_S = 5.0
 """A process that is away for so long is no way out any more: what sandboxes send is refused instead of kept waiting."""
+FIRST_START_S = 15.0
+"""How long the first one may take to come up."""
 _DESCRIPTORS = 1 << 16
 """It holds two for each connection."""
 _LAST_PAUSE_S = 10.0
@@ -53,7 +55,7 @@ class UserUplink:
         """Raises OSError where there can be no such device."""
         self._addresses = tuple(addresses)
         self._device, self._listener = await asyncio.to_thread(self._hub.open_user_uplink, plan)
-        self._served_at = time.monotonic()
+        self._served_at = time.monotonic() + FIRST_START_S - DOWN_AFTER_S
         self._starting = asyncio.create_task(self._start(), name="cpuos-uplink")
 
     async def close(self) -> None:
@@ -71,7 +73,7 @@ class UserUplink:
     @property
     def is_down(self) -> bool:
         if self.worker.is_ready:
-            self._served_at = time.monotonic()
+            self._served_at = max(self._served_at, time.monotonic())
         return time.monotonic() - self._served_at > DOWN_AFTER_S
 
     async def set_host_addresses(self, addresses: Sequence[IPv4Address]) -> None:
