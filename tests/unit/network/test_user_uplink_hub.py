@@ -250,6 +250,46 @@ def test_with_the_daemon_it_is_gone_and_programs_hear_it(sealed, way, slot):
     assert carried(sealed) == []
 
 
+_PING = """
+import socket, struct, sys
+def checksum(data):
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total = (total >> 16) + (total & 0xFFFF)
+    return (total + (total >> 16)) ^ 0xFFFF
+made = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+made.settimeout(10)
+body = struct.pack("!BBHHH8s", 8, 0, 0, 4242, 7, b"12345678")
+body = body[:2] + struct.pack("!H", checksum(body)) + body[4:]
+made.sendto(body, (sys.argv[1], 0))
+answer = made.recv(999)[20:]
+print(answer[0], *struct.unpack("!HH", answer[4:8]))
+"""
+
+
+@pytest.mark.parametrize(("admitted", "heard"), [("0 2147483647", "0 4242 7"), ("1 0", "3 0 0")], ids=["yes", "no"])
+def test_pings_pass_where_the_kernel_admits_them(sealed, slot, admitted, heard):
+    setting = Path("/proc/sys/net/ipv4/ping_group_range")
+    before = sealed.in_host(setting.read_text)
+    sealed.in_host(lambda: setting.write_text(admitted))
+    try:
+        assert slot.python(f"import sys; sys.argv = ['', '{addresses.WEB}']\n{_PING}").stdout.strip() == heard
+    finally:
+        sealed.in_host(lambda: setting.write_text(before))
+
+
+def test_a_slot_that_lives_on_changes_over_from_one_uplink_to_another(sealed, way, slot):
+    assert slot.connect(addresses.WEB, 80) == "connected"
+    nat = Hub(way.hub.path.parent, instance_id="5ea1ee", uplink="nat")
+    way.do(way.uplink.close())
+    sealed.in_host(lambda: nat.open(_PLAN))
+    assert slot.connect(addresses.WEB, 80) == "connected"
+    sealed.in_host(lambda: way.hub.open(_PLAN))
+    assert "cpuos5ea1ee" not in sealed.run_in_host(["ip", "link"]).stdout
+    assert slot.connect(addresses.WEB, 80, timeout_s=QUICK_S) != "connected"
+    way.do(way.uplink.start(_PLAN, [IPv4Address(addresses.HOST)]))
+    assert slot.connect(addresses.WEB, 80) == "connected"
+
+
 def test_a_slot_has_so_many_at_once_and_no_more(sealed, tmp_path):
     hub = Hub(tmp_path / "few", instance_id="5ea1ef", uplink="user")
     with Way(hub=hub, limits=NetworkLimits(concurrent_connections=4)) as way:
