@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,9 +60,9 @@ class Node:
         }
         return NodeSandboxCreate(**(values | changes))
 
-    def router_rules(self) -> str:
-        """What holds in the router of the one sandbox."""
-        router = self.settings.run_dir / "netns" / f"{A}.slot" / "router"
+    def router_rules(self, sandbox_id: str = A) -> str:
+        """What holds in the router of a sandbox."""
+        router = self.settings.run_dir / "netns" / f"{sandbox_id}.slot" / "router"
         into = ["nsenter", f"--mount=/proc/{self.process.pid}/ns/mnt", "nsenter", f"--net={router}"]
         shown = subprocess.run([*into, "nft", "list", "ruleset"], capture_output=True, text=True, check=True)
         return shown.stdout
@@ -73,13 +73,15 @@ class Node:
 
 
 @contextmanager
-def gvisor_node(*, volume_mib: int | None = None, pool_mib: int = 0, runtime: str = "gvisor") -> Iterator[Node]:
-    """`volume_mib`: its data lies on a volume of this size."""
+def gvisor_node(
+    *, volume_mib: int | None = None, pool_mib: int = 0, pool_keep: Sequence[str] = (), runtime: str = "gvisor"
+) -> Iterator[Node]:
+    """`volume_mib`: its data lies on a volume of this size. `pool_keep`: what is kept ready, in so much memory."""
     # Not pytest's own folder: the network workers' user must be able to pass it.
     folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
     folder.chmod(0o755)
     folders = {"state_dir": folder / "state", "run_dir": folder / "run"}
-    settings = load_settings(**folders, runtime=runtime, pool_memory_mib=pool_mib, pool_keep=["base=0"])
+    settings = load_settings(**folders, runtime=runtime, pool_memory_mib=pool_mib, pool_keep=list(pool_keep))
     with _volume(folder, volume_mib), DaemonForker() as forker:
         node = Node(settings, forker)
         try:

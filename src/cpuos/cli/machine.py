@@ -12,7 +12,7 @@ import typer
 
 from cpuos.cli.hints import as_root, runnable
 from cpuos.cli.output import JsonOption, Output, current_output
-from cpuos.cli.results import describe_capacity
+from cpuos.cli.results import describe_capacity, describe_pool
 from cpuos.errors import CpuosError, InvalidRequest, SetupRequired
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
     output = current_output(ctx)
     found = services.status()
     capacity, alarms = _capacity(found.api_url), _alarms(found.api_url)
+    pools = _pools(found.api_url)
     if output.json:
-        output.data({**dataclasses.asdict(found), "capacity": capacity, "alarms": alarms})
+        output.data({**dataclasses.asdict(found), "capacity": capacity, "pools": pools, "alarms": alarms})
     else:
         rows = [
             (part.name, part.state, part.pid, "" if part.up_s is None else f"{part.up_s:.0f}s", part.restarts, part.log)
@@ -89,6 +90,8 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
         output.table(("PART", "STATE", "PID", "UP", "RESTARTS", "LOG"), rows)
         if capacity is not None:
             output.line(describe_capacity(capacity))
+        for pool in pools.values():
+            output.line(describe_pool(pool))
         for alarm in alarms:
             output.line(alarm)
         output.progress(f"{found.state}; API at {found.api_url or 'no address'}")
@@ -107,6 +110,20 @@ def _capacity(api_url: str | None) -> dict[str, Any] | None:
             return client.get_json("/v1/capacity")
     except CpuosError:
         return None
+
+
+def _pools(api_url: str | None) -> dict[str, Any]:
+    """By node; none where the server does not answer, or this user has no key for it."""
+    from cpuos import Client
+
+    if api_url is None:
+        return {}
+    try:
+        with Client(api_url) as client:
+            nodes = client.get_json("/v1/nodes")["nodes"]
+    except CpuosError:
+        return {}
+    return {node["name"]: node["pool"] for node in nodes if node.get("pool")}
 
 
 def _alarms(api_url: str | None) -> list[str]:

@@ -15,6 +15,7 @@ __all__ = [
     "TIMED_OUT",
     "describe_capacity",
     "describe_end",
+    "describe_pool",
     "describe_recreated",
     "describe_refusals",
     "describe_result",
@@ -83,6 +84,15 @@ def describe_capacity(capacity: dict[str, Any]) -> str:
             f"{used:g} of {total:g} {unit}" if name in ("sandboxes", "cpu") else f"{used:.0f} of {total:.0f} {unit}"
         )
     return f"in use: {', '.join(parts)}"
+
+
+def describe_pool(pool: dict[str, Any]) -> str:
+    """The pool of a node, as /v1/nodes tells it, in one line."""
+    if not pool["budget_mib"]:
+        return "ready: none are started ahead (pool_memory_mib = 0)"
+    asked = pool["taken"] + pool["missed"]
+    hits = f", taken by {pool['taken']} of {asked} creates" if asked else ""
+    return f"ready: {pool['ready']}, {pool['memory_mib']} of {pool['budget_mib']} MiB{hits}"
 
 
 def describe_result(result: Result) -> dict[str, Any]:

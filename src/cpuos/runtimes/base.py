@@ -73,6 +73,8 @@ class SandboxSpec:
     """Raw Ed25519 key (32 bytes): all that the guest ever holds."""
     own_kernel: bool = False
     """Capability.OWN_KERNEL: disk and network are of that kind."""
+    idly: bool = False
+    """Nobody waits for its start: it takes what processor time others leave, and is as any other once it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

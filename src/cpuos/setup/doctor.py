@@ -270,3 +270,18 @@ def _look_at_services(settings: Settings) -> Iterator[Check]:
         else:
             fix = "sudo cpuos up" if part.state == "stopped" else f"tail -n 50 {part.log}"
             yield warn(part.name, evidence, fix=fix)
+    if os.geteuid() == 0 and any(part.name == "node" and part.state == "ready" for part in found.parts):
+        yield _look_at_pool(settings)
+
+
+def _look_at_pool(settings: Settings) -> Check:
+    from cpuos.services.health import ask
+
+    _, pool = ask(settings.node_socket, "/v1/pool")
+    if not isinstance(pool, dict) or "budget_mib" not in pool:
+        return warn("pool", "the node does not tell of it", fix="sudo cpuos status")
+    if not pool["budget_mib"]:
+        return ok("pool", "no sandbox is started ahead (pool_memory_mib = 0)")
+    taken, asked = pool["taken"], pool["taken"] + pool["missed"]
+    evidence = f"{len(pool['ready'])} sandboxes ready, {pool['memory_mib']} of {pool['budget_mib']} MiB"
+    return ok("pool", f"{evidence}, taken by {taken} of {asked} creates")

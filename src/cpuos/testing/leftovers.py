@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -75,7 +76,7 @@ def _open_records(journal: Path) -> Iterator[tuple[str, str]]:
     """Records of sandboxes that still have, or may have, something on the host."""
     for path in journal.glob("*.json"):
         with contextlib.suppress(FileNotFoundError):
-            if '"ended": true' not in path.read_text():
+            if not json.loads(path.read_text())["ended"]:
                 yield "record", path.name
 
 

@@ -9,11 +9,25 @@ from pydantic import Field
 from cpuos.types.base import Answer
 from cpuos.types.node import RuntimeFacts, TemplateFacts, VolumeFacts
 
-__all__ = ["Amount", "Capacity", "Health", "Node", "NodeList", "PartHealth", "TemplateList"]
+__all__ = ["Amount", "Capacity", "Health", "Node", "NodeList", "PartHealth", "Pool", "TemplateList"]
 
 
 class TemplateList(Answer):
     templates: list[TemplateFacts]
+
+
+class Pool(Answer):
+    """Sandboxes that are started before anyone asks, on one node. They take no room of anybody's."""
+
+    ready: int
+    memory_mib: int
+    """What they take."""
+    budget_mib: int
+    """What they may take; 0: none are made."""
+    taken: int
+    """Creates that got one, since the node's daemon started."""
+    missed: int
+    """Creates that one would have done for, and that found none."""
 
 
 class Node(Answer):
@@ -27,6 +41,7 @@ class Node(Answer):
     disk_mib: int
     max_sandboxes: int
     volume: VolumeFacts | None = None
+    pool: Pool | None = None
 
 
 class NodeList(Answer):

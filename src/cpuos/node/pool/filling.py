@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import string
+from dataclasses import replace
 
 import structlog
 
@@ -73,7 +74,7 @@ class Filling:
             raise
 
     def _steps(self, record: Record) -> list[Step | Together]:
-        kit, spec = self._kit, self._kit.spec_of(record)
+        kit, spec = self._kit, replace(self._kit.spec_of(record), idly=True)
         running = record
 
         async def started(process: Process) -> None:

@@ -14,6 +14,7 @@ __all__ = ["Outcome", "Runsc"]
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/", "GOTRACEBACK": "single"}
 _MAX_OUTPUT = 64 << 10
+_IDLY = ("/usr/bin/nice", "--adjustment=19")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Runsc:
         bundle: Path,
         pid_file: Path,
         timeout_s: float,
+        idly: bool = False,
     ) -> int:
         """`run -detach` or another verb that makes a sandbox: returns runsc's status when that is there.
 
@@ -57,7 +59,7 @@ class Runsc:
         file of the host. What runsc has to say is in the log that `flags` name.
         """
         arguments = [*flags, *verb, "-pid-file", str(pid_file), "-bundle", str(bundle), sandbox_id]
-        process = await self._start(arguments, output=DEVNULL)
+        process = await self._start(arguments, output=DEVNULL, before=_IDLY if idly else ())
         try:
             async with asyncio.timeout(timeout_s):
                 return await process.wait()
@@ -66,9 +68,12 @@ class Runsc:
         finally:
             await _end(process)
 
-    async def _start(self, arguments: Sequence[str], *, output: int) -> asyncio.subprocess.Process:
+    async def _start(
+        self, arguments: Sequence[str], *, output: int, before: Sequence[str] = ()
+    ) -> asyncio.subprocess.Process:
         try:
             return await asyncio.create_subprocess_exec(
+                *before,
                 str(self.program),
                 *arguments,
                 stdin=DEVNULL,

@@ -236,8 +236,9 @@ class GvisorRuntime:
         worker = asyncio.create_task(self._worker.start())
         prepared = time.perf_counter()
         async with self._starts:
+            files = {"bundle": bundle, "pid_file": pid_file}
             status = await self._runsc.launch(
-                spec.id, *_verb(memory, root), flags=flags, bundle=bundle, pid_file=pid_file, timeout_s=_START_S
+                spec.id, *_verb(memory, root), flags=flags, timeout_s=_START_S, idly=spec.idly, **files
             )
             if status == 0 and root is not None:
                 status = (await self._runsc.call("start", spec.id, timeout_s=_START_S)).returncode
@@ -249,6 +250,8 @@ class GvisorRuntime:
                 f"runsc ended with {status}: {_last_error(logs)}",
                 hint="cpuos doctor",
             )
+        if spec.idly:
+            self._groups.prefer(spec.id)
         process = find_process(int(pid_file.read_text()))
         pidfd = open_process(process) if process is not None else None
         if process is None or pidfd is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from cpuos.errors import Unavailable
 from cpuos.scheduler.base import NodeView
 from cpuos.server.routes.called import Plane
-from cpuos.types.installation import Amount, Capacity, Health, Node, NodeList
+from cpuos.types.installation import Amount, Capacity, Health, Node, NodeList, Pool
+from cpuos.types.node import PoolFacts
 
 __all__ = ["get_capacity", "get_health", "list_nodes", "views"]
 
@@ -23,11 +24,17 @@ async def list_nodes(plane: Plane) -> NodeList:
                 name=view.facts.node,
                 reachable=reachable,
                 templates=[template for template in view.facts.templates if not template.built],
-                **view.facts.model_dump(exclude={"node", "boot_id", "templates"}),
+                pool=_count(view.facts.pool),
+                **view.facts.model_dump(exclude={"node", "boot_id", "templates", "pool"}),
             )
             for view in plane.scheduler.nodes()
         ]
     )
+
+
+def _count(pool: PoolFacts) -> Pool:
+    """Which they are is nobody's business: they belong to nobody yet."""
+    return Pool(ready=len(pool.ready), **pool.model_dump(include={"memory_mib", "budget_mib", "taken", "missed"}))
 
 
 async def get_capacity(plane: Plane) -> Capacity:
