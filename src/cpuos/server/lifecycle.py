@@ -34,13 +34,15 @@ from cpuos.server.tasks import Tasks
 from cpuos.server.templates.names import Meaning, TemplateNames
 from cpuos.types.audit import AuditResult
 from cpuos.types.node import SandboxFacts
-from cpuos.types.sandbox import SandboxCreate, SandboxState, SandboxUpdate, StartedFrom
+from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxState, SandboxUpdate, StartedFrom
 
-__all__ = ["Lifecycle"]
+__all__ = ["EMULATED_FACTOR", "Lifecycle"]
 
 _log = structlog.get_logger("cpuos.server.lifecycle")
 Rescue = Callable[[Row[Any]], Awaitable[bool]]
 Begin = Callable[[datetime], Awaitable[Row[Any]]]
+EMULATED_FACTOR = 3
+"""So much longer a guest may take to come up whose every instruction is translated."""
 
 
 class Lifecycle:
@@ -332,7 +334,7 @@ class Lifecycle:
                 row.id,
                 generation=row.generation,
                 hostname=hostname_of(row),
-                wait_s=self._agent_wait_s,
+                wait_s=self._agent_wait_s * (EMULATED_FACTOR if row.isolation == Isolation.EMULATED.value else 1),
                 starting_s=starting_s,
             )
         )

@@ -129,16 +129,8 @@ class Prober:
         limit_s = KVM_BOOT_S if vmm.kvm else EMULATED_BOOT_S
         root = self._folder / secrets.token_hex(4)
         root.mkdir(mode=0o700, parents=True)
-        machine = Machine(
-            kernel="/boot/vmlinux",
-            initrd="/boot/initrd",
-            arguments=f"-- --word {word}",
-            cpu=1,
-            memory_mib=_MEMORY_MIB,
-            tells_console=True,
-        )
         plan = Launch(
-            command=vmm.command(machine),
+            command=vmm.command(_probed(word)),
             root=root,
             boot=self._image_dir,
             uid=user_for(root.name, taken=()),
@@ -172,6 +164,17 @@ class Prober:
         partial = self._kept.with_name(f".{self._kept.name}.{os.getpid()}")
         partial.write_text(text)
         partial.replace(self._kept)
+
+
+def _probed(word: str) -> Machine:
+    return Machine(
+        kernel="/boot/vmlinux",
+        initrd="/boot/initrd",
+        arguments=f"-- --word {word}",
+        cpu=1,
+        memory_mib=_MEMORY_MIB,
+        tells_console=True,
+    )
 
 
 def _run(plan: Launch, *, answer: bytes, limit_s: float) -> tuple[bytes, bool]:
@@ -209,7 +212,7 @@ def _identity(image: GuestImage, vmms: Sequence[Vmm]) -> str:
     for vmm in vmms:
         try:
             facts = vmm.program.stat()
-            parts.append(f"{vmm.name} {vmm.kvm} {facts.st_size} {facts.st_mtime_ns}")
+            parts.append(f"{vmm.kvm} {facts.st_size} {facts.st_mtime_ns} {vmm.command(_probed('-'))}")
         except OSError:
             parts.append(f"{vmm.name} {vmm.kvm} none")
     try:

@@ -58,6 +58,8 @@ class MicrovmRuntime:
     name: ClassVar[str] = "microvm"
     isolation: ClassVar[Isolation] = Isolation.MICROVM
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.OWN_KERNEL})
+    image_version: ClassVar[str] = "files"
+    """What is kept of a machine holds no memory: any version takes it."""
 
     def __init__(self, host: RuntimeHost) -> None:
         self._run_dir = host.run_dir
