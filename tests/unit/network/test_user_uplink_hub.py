@@ -7,6 +7,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -248,6 +250,34 @@ def test_with_the_daemon_it_is_gone_and_programs_hear_it(sealed, way, slot):
     assert slot.connect(addresses.WEB, 80) == "OSError"
     assert time.monotonic() - began < 5
     assert carried(sealed) == []
+
+
+def test_a_flood_of_datagrams_hurts_only_its_slot(sealed, way, slot):
+    flood = f"import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.connect(('{addresses.WEB}', 9))"
+    flood += "\nwhile True:\n  try: s.send(b'x')\n  except OSError: pass"
+    # The fake internet, which looks at each packet, is spared them.
+    rules = "add table ip spared; add chain ip spared out { type filter hook output priority 0; }; "
+    sealed.run_in_host(["nft", f"{rules} add rule ip spared out udp dport 9 drop"])
+    with sealed.slot(hub=way.hub) as other:
+        flooding = subprocess.Popen(["nsenter", f"--net={other.guest}", "--", sys.executable, "-c", flood])
+        try:
+            wait_until(lambda: paced(way) > 5_000)
+            assert [slot.ask_udp(addresses.WEB, 5000, b"hello") for _ in range(10)] == [b"hello"] * 10
+            assert slot.connect(addresses.WEB, 80) == "connected"
+        finally:
+            flooding.kill()
+            flooding.wait()
+            sealed.run_in_host(["nft", "delete table ip spared"])
+
+
+def paced(way: Way) -> int:
+    """How many packets the hub has dropped since their slot sent too many."""
+
+    def read() -> str:
+        return subprocess.run(["nft", "list", "table", "ip", "hub"], capture_output=True, text=True, check=True).stdout
+
+    [line] = [line for line in inside(way.hub.path, read).splitlines() if "update @paced" in line]
+    return int(line.split("counter packets")[1].split()[0])
 
 
 _PING = """

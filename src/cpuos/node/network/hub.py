@@ -41,6 +41,8 @@ _HUB_TABLE = "hub"
 _ACCEPTING_PORT, _REFUSING_PORT = 4000, 4001
 """Of the hub itself, with the uplink in user space: where its process listens, and where nobody does."""
 _BACKLOG = 4096
+_DATAGRAMS_PER_S, _DATAGRAMS_BURST, _DEVICE_PACKETS = 5_000, 500, 2_000
+"""Each datagram of a slot costs the process that serves all some 20 us; bursts of several slots fit into the device."""
 _DEVICE_BYTES = 65535
 """So that an answer of any size goes in at once; the links to the slots make fragments of it."""
 _BRIEF = f"""
@@ -199,6 +201,7 @@ class UserUplinkRules:
         ports = f"{{ {_ACCEPTING_PORT}, {_REFUSING_PORT} }}"
         address = self.plan.hub_address
         return f"""
+  set paced {{ type ipv4_addr; size 65535; flags dynamic, timeout; timeout 1m; }}
   chain untracked {{
     type filter hook prerouting priority raw;
     iifname "{SLOT_PREFIX}*" tcp flags & (fin | syn | rst | ack) == syn notrack
@@ -217,6 +220,12 @@ class UserUplinkRules:
     meta l4proto icmp accept
     ct status dnat tcp sport {ports} accept
   }}"""
+
+    def limits(self) -> str:
+        """Before all else, so that a flood is its slot's own affair."""
+        rate = f"limit rate over {_DATAGRAMS_PER_S}/second burst {_DATAGRAMS_BURST} packets"
+        slots = f'iifname "{SLOT_PREFIX}*" oifname "{UPLINK}" meta l4proto {{ udp, icmp }}'
+        return f"{slots} update @paced {{ ip saddr {rate} }} counter drop"
 
     def refusals(self) -> str:
         """After what is exempt, which the uplink's process does not dial either if it is the host's own."""
@@ -242,7 +251,7 @@ _LINK_CHAINS = f"""
 def hub_rules(*, exemptions: Sequence[Exemption] = (), user_uplink: UserUplinkRules | None = None) -> str:
     """One transaction that puts the hub's table in place of an earlier one."""
     slots = f'iifname "{SLOT_PREFIX}*"'
-    refusals = user_uplink.refusals() if user_uplink is not None else ""
+    limits, refusals = (user_uplink.limits(), user_uplink.refusals()) if user_uplink is not None else ("", "")
     chains = user_uplink.chains() if user_uplink is not None else _LINK_CHAINS
     return f"""
 table ip {_HUB_TABLE} {{}}
@@ -253,6 +262,7 @@ table ip {_HUB_TABLE} {{
   chain forward {{
     type filter hook forward priority filter; policy drop;
     {slots} fib saddr . iif oif missing counter drop
+    {limits}
     ct state invalid counter drop
     ct state established,related accept
     {slots} oifname != "{UPLINK}" counter drop
@@ -345,7 +355,7 @@ def _make_user_uplink(plan: BlockPlan) -> tuple[int, socket.socket]:
         device = open_tun(UPLINK)
         opened.callback(os.close, device)
         with RouteNetlink() as hub:
-            hub.set_mtu(UPLINK, _DEVICE_BYTES)
+            hub.set_size(UPLINK, packet_bytes=_DEVICE_BYTES, queue_packets=_DEVICE_PACKETS)
             hub.set_address(UPLINK, f"{plan.hub_address}/30")
             hub.set_up(UPLINK)
             hub.set_route(UPLINK, "0.0.0.0/0")

@@ -19,7 +19,7 @@ _NLM_F_DUMP = 0x300
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _RTM_NEWLINK, _RTM_DELLINK, _RTM_SETLINK, _RTM_NEWADDR, _RTM_GETADDR = 16, 17, 19, 20, 22
 _RTM_NEWROUTE, _RTM_GETROUTE, _RTM_NEWNEIGH = 24, 26, 28
-_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 4, 18, 28
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_TXQLEN, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 4, 13, 18, 28
 _IFLA_INFO_KIND, _IFLA_INFO_DATA, _VETH_INFO_PEER = 1, 2, 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _NDA_DST, _NDA_LLADDR = 1, 2
@@ -150,9 +150,11 @@ class RouteNetlink:
             raise OSError(errno.EPROTO, "unexpected netlink answer")
         return kind == _RTM_NEWROUTE and _ROUTE.unpack_from(answer, _HEADER.size)[7] == _RTN_UNICAST
 
-    def set_mtu(self, name: str, size: int) -> None:
+    def set_size(self, name: str, *, packet_bytes: int, queue_packets: int) -> None:
+        """The longest packet of a device, and how many wait in it."""
         body = _LINK.pack(socket.AF_UNSPEC, 0, socket.if_nametoindex(name), 0, 0)
-        self._ask(_RTM_SETLINK, 0, body + _attribute(_IFLA_MTU, struct.pack("=I", size)))
+        body += _attribute(_IFLA_MTU, struct.pack("=I", packet_bytes))
+        self._ask(_RTM_SETLINK, 0, body + _attribute(_IFLA_TXQLEN, struct.pack("=I", queue_packets)))
 
     def _dump(self, kind: int, body: bytes) -> Iterator[bytes]:
         self._number += 1
