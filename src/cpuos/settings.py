@@ -97,8 +97,22 @@ class Settings(BaseSettings):
     """Sandbox CPUs promised per real one."""
     memory_reserve_mib: int = Field(1024, ge=0)
     """Host memory that is never promised to sandboxes."""
+    memory_overcommit: float = Field(1.0, ge=1, le=64)
+    """Sandbox memory promised per MiB of the host's, less the reserve. Over 1 some may be paused or refused when many
+    use theirs."""
+    memory_pressure_mib: int = Field(0, ge=0)
+    """Free host memory under which ready sandboxes go, then idle ones are paused, then nothing new is taken. 0: a
+    sixteenth of the host's memory, 512 MiB at least."""
+    pressure_idle_s: float = Field(30, ge=1)
+    """Sandboxes that were idle for so long are paused when the host is short of memory, the longest idle first."""
+    processes_overcommit: float = Field(8.0, ge=1)
+    """Processes promised per one that the host's kernel allows. A sandbox is promised four times its `max_processes`,
+    and 1,024; an idle one takes about 25."""
     disk_reserve_mib: int = Field(2048, ge=0)
     """Space of the state directory's file system that is never promised to sandboxes."""
+    disk_overcommit: float = Field(1.0, ge=1, le=64)
+    """Sandbox disk promised per MiB of that file system, less the reserve; a sandbox's number counts twice. Over 1 the
+    file system may become full, and sandboxes then stand still."""
     disk_ballast_mib: int = Field(256, ge=0, le=65536)
     """Room that is held on that file system, at most a twentieth of it, and given back when something else has filled
     it, so that what is in hand can still be written. 0: none."""

@@ -10,7 +10,7 @@ from functools import partial
 
 import structlog
 
-from cpuos.errors import CapacityExceeded, Conflict, InvalidRequest
+from cpuos.errors import Conflict, InvalidRequest
 from cpuos.node.images import MEMORY, ROOT, Manifest
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
@@ -76,6 +76,7 @@ class Creating:
             if ready is not None:
                 task = self._ledger.spawn(self._take(ready, request, runtime=runtime))
             else:
+                self._check_room(request)  # another create may have begun as an unfit ready one went
                 record = self._new_record(request, digest, probe=probe)
                 self._ledger.begin(record)
                 task = self._ledger.spawn(self._create(_Plan(record=record, runtime=runtime, saved=saved)))
@@ -136,14 +137,7 @@ class Creating:
         raise Conflict(f"cannot create sandbox: {request.id}", why, code=code)
 
     def _check_room(self, request: NodeSandboxCreate) -> None:
-        self._kit.volume.require(f"cannot create sandbox: {request.id}")
-        held, limit = self._kit.held_room(), self._kit.max_sandboxes
-        if held >= limit:
-            raise CapacityExceeded(
-                f"cannot create sandbox: {request.id}",
-                f"this node holds {held} sandboxes and max_sandboxes is {limit}",
-                details={"limit": "max_sandboxes", "value": limit},
-            )
+        self._kit.admission.require(f"cannot create sandbox: {request.id}", request)
 
     def _reading(self, snapshot: str | None) -> contextlib.AbstractContextManager[None]:
         return self._kit.assembly.images.reading(snapshot) if snapshot is not None else contextlib.nullcontext()

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -24,6 +25,7 @@ import uvicorn
 
 from cpuos.errors import CpuosError, PlatformError, SetupRequired
 from cpuos.node import host
+from cpuos.node.admission import AdmissionRules
 from cpuos.node.api import create_api
 from cpuos.node.assembly import Assembly
 from cpuos.node.dial import DialServer
@@ -39,6 +41,7 @@ from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.network import Network, NetworkConfig
 from cpuos.node.peers import checked_protocol
 from cpuos.node.pool import PoolLimits
+from cpuos.node.pressure import read_memory
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.service import NodeService
@@ -189,7 +192,8 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         templates=KeptTemplates(state / "template-images", templates=templates),
         runtimes=runtimes,
         boot_id=host.boot_id(),
-        max_sandboxes=settings.max_sandboxes,
+        rules=_admission_rules(settings),
+        short_memory=partial(read_memory, mark_mib=settings.memory_pressure_mib),
         volume=volume,
         halted=GatewayNews(settings.gateway_socket).tell_halted,
         pool=_pool_limits(settings),
@@ -201,10 +205,23 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         volume=volume,
         templates=templates,
         runtimes=runtimes,
-        max_sandboxes=settings.max_sandboxes,
+        admission=service.admission,
+        pressure=lambda: service.pressure.facts,
     )
     stored = service.stored(settings, node=facts.name)
     return _Node(service=service, facts=facts, store=store, stored=stored)
+
+
+def _admission_rules(settings: Settings) -> AdmissionRules:
+    return AdmissionRules(
+        max_sandboxes=settings.max_sandboxes,
+        cpu_overcommit=settings.cpu_overcommit,
+        memory_overcommit=settings.memory_overcommit,
+        memory_reserve_mib=settings.memory_reserve_mib,
+        disk_overcommit=settings.disk_overcommit,
+        disk_reserve_mib=settings.disk_reserve_mib,
+        processes_overcommit=settings.processes_overcommit,
+    )
 
 
 def _pool_limits(settings: Settings) -> PoolLimits:

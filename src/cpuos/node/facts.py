@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from cpuos.node import host
+from cpuos.node.admission import Admission
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.templates import Templates
 from cpuos.node.volume import Volume
-from cpuos.types.node import NodeFacts
+from cpuos.types.node import NodeFacts, PressureFacts
 
 __all__ = ["NodeFactsReader", "read_name"]
 
@@ -35,10 +37,10 @@ class NodeFactsReader:
     """The one that holds the sandboxes' disks."""
     templates: Templates
     runtimes: RuntimeTable
-    max_sandboxes: int
+    admission: Admission
+    pressure: Callable[[], PressureFacts]
 
     async def read(self) -> NodeFacts:
-        volume, disks = self.volume.facts(), self.volume.folder / "disks"
         return NodeFacts(
             node=self.name,
             version=version("cpuos"),
@@ -47,8 +49,9 @@ class NodeFactsReader:
             templates=self.templates.facts(),
             cpu=host.cpu_count(),
             memory_mib=host.memory_mib(),
-            # A sandbox may fill its number twice: /workspace and the root's writable layer (docs/adr/0006).
-            disk_mib=(volume.free_bytes + volume.ballast_bytes + (host.held_disk_mib(disks) << 20)) // (2 << 20),
-            max_sandboxes=self.max_sandboxes,
-            volume=volume,
+            disk_mib=self.admission.disk_mib,
+            max_sandboxes=self.admission.rules.max_sandboxes,
+            room=self.admission.facts(),
+            pressure=self.pressure(),
+            volume=self.volume.facts(),
         )

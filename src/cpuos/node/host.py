@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["boot_id", "cpu_count", "free_disk_mib", "held_disk_mib", "memory_mib"]
+__all__ = [
+    "available_memory_mib",
+    "boot_id",
+    "cpu_count",
+    "free_disk_mib",
+    "held_disk_mib",
+    "memory_mib",
+    "memory_stalled",
+    "most_processes",
+]
 
 
 def boot_id() -> str:
@@ -29,9 +38,33 @@ def free_disk_mib(path: Path) -> int:
 def held_disk_mib(disks: Path) -> int:
     """What the images of sandboxes' disks have taken of the volume by now. Looks into no image and no mount."""
     held = 0
-    for image in disks.glob("*/image"):
+    for image in [*disks.glob("*/image"), *disks.glob("*/root.image")]:
         try:
             held += image.lstat().st_blocks * 512
         except FileNotFoundError:  # removed meanwhile
             continue
     return held >> 20
+
+
+def available_memory_mib(proc: Path = Path("/proc")) -> int:
+    """What could be taken without swapping; very much where the kernel does not say."""
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) >> 10
+    return 1 << 30
+
+
+def memory_stalled(proc: Path = Path("/proc")) -> float:
+    """Hundredths of the last ten seconds in which something waited for memory (Documentation/accounting/psi.rst); 0
+    where the kernel counts no stalls."""
+    try:
+        words = (proc / "pressure/memory").read_text().splitlines()[0].split()
+        return float(dict(word.split("=") for word in words[1:])["avg10"])
+    except (OSError, IndexError, KeyError, ValueError):
+        return 0.0
+
+
+def most_processes(proc: Path = Path("/proc")) -> int:
+    """Threads that the kernel lets there be at once."""
+    return min(int((proc / "sys/kernel" / name).read_text()) for name in ("pid_max", "threads-max"))

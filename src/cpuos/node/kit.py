@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from cpuos.errors import PlatformError
+from cpuos.node.admission import Admission
 from cpuos.node.assembly import Assembly
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kept_templates import KeptTemplates
@@ -31,8 +32,12 @@ class Kit:
     templates: KeptTemplates
     checkpoint: Checkpoint
     boot_id: str
-    max_sandboxes: int
+    admission: Admission
     volume: Volume
+
+    @property
+    def max_sandboxes(self) -> int:
+        return self.admission.rules.max_sandboxes
 
     def runtime_of(self, record: Record) -> Runtime:
         runtime = self.runtimes.find(record.request.runtime)

@@ -8,7 +8,7 @@ import secrets
 
 import structlog
 
-from cpuos.errors import CapacityExceeded, Conflict, CpuosError, PlatformError
+from cpuos.errors import Conflict, CpuosError, PlatformError
 from cpuos.node.assembly import RestoreFailed
 from cpuos.node.images import MEMORY, ROOT, Manifest, pause_name, root_name
 from cpuos.node.journal import Record, Stage
@@ -151,14 +151,8 @@ class Pausing:
             raise could_not("pause", record.id, cause) from error
         return paused
 
-    def _check_room(self, sandbox_id: str) -> None:
-        held, limit = self._kit.held_room(), self._kit.max_sandboxes
-        if held >= limit:
-            raise CapacityExceeded(
-                f"cannot resume sandbox: {sandbox_id}",
-                f"this node holds {held} sandboxes and max_sandboxes is {limit}",
-                details={"limit": "max_sandboxes", "value": limit},
-            )
+    def _check_room(self, record: Record) -> None:
+        self._kit.admission.require(f"cannot resume sandbox: {record.id}", record.request, restarts=True)
 
     async def _read(self, record: Record, *, memory: bool) -> Manifest:
         """The image's manifest, once it is proved to be good and to fit."""
@@ -197,7 +191,7 @@ class Pausing:
             nonlocal record
             record = record.becomes(Stage.RUNNING, process=process, started_at=self._ledger.clock())
 
-        self._check_room(record.id)
+        self._check_room(record)
         self._ledger.begin(record)  # from here on it takes room
 
         # The incarnation stays counted: a number once given is never given to another key.

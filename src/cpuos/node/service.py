@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from cpuos.node.admission import Admission, AdmissionRules
 from cpuos.node.assembly import Assembly
 from cpuos.node.changes import ChangeFeed
 from cpuos.node.creating import Creating
@@ -19,6 +20,7 @@ from cpuos.node.limits import read_limits
 from cpuos.node.lives import Lives
 from cpuos.node.pausing import Pausing
 from cpuos.node.pool import Pool, PoolLimits
+from cpuos.node.pressure import PressureWatch, ShortMemory, read_memory
 from cpuos.node.refusals import could_not, stale_generation, stale_policy
 from cpuos.node.roots import Roots
 from cpuos.node.runtime_table import RuntimeTable
@@ -67,7 +69,8 @@ class NodeService:
         templates: KeptTemplates,
         runtimes: RuntimeTable,
         boot_id: str,
-        max_sandboxes: int,
+        rules: AdmissionRules,
+        short_memory: Callable[[], ShortMemory] = read_memory,
         volume: Volume,
         halted: Tell = lambda sandbox_id, halted: None,
         pool: PoolLimits | None = None,
@@ -87,17 +90,22 @@ class NodeService:
             templates=templates,
             checkpoint=checkpoint,
             boot_id=boot_id,
-            max_sandboxes=max_sandboxes,
+            admission=Admission(self.ledger.all, runtimes=runtimes, volume=volume, rules=rules),
             volume=volume,
         )
         self._volume_watch = VolumeWatch(volume, ledger=self.ledger, runtimes=runtimes, tell=halted)
         self._lives = Lives(self._kit)
         self.pool = Pool(self._kit, lives=self._lives, limits=pool or PoolLimits())
+        self.pressure = PressureWatch(self._kit.admission, shrink=self.pool.shrink, read=short_memory)
         self._creating = Creating(self._kit, lives=self._lives, pool=self.pool)
         self._pausing = Pausing(self._kit, lives=self._lives)
         self._snapshots = Snapshots(self._kit)
         self._upkeep = Upkeep(self._kit, lives=self._lives)
         self.roots = Roots(self._kit, keep=self._snapshots.keep_root_of, interval_s=root_interval_s)
+
+    @property
+    def admission(self) -> Admission:
+        return self._kit.admission
 
     @property
     def changes(self) -> ChangeFeed:
@@ -211,6 +219,7 @@ class NodeService:
         self.roots.start()
         self.pool.start()
         self._volume_watch.start()
+        self.pressure.start()
 
     async def sweep(self) -> None:
         """One round of what is done now and then."""
@@ -220,6 +229,7 @@ class NodeService:
         """Finish what goes on and let go. Sandboxes run on."""
         await self._volume_watch.close()
         await self.roots.close()
+        await self.pressure.close()
         await self._upkeep.close()
         await self.pool.close()
         await self._lives.close()

@@ -151,6 +151,14 @@ class Runtime(Protocol):
 
     async def stats(self, sandbox_id: str) -> RuntimeStats: ...
 
+    def host_processes(self, max_processes: int) -> int:
+        """How many of the host's processes and threads a sandbox with this limit can take at most."""
+        ...
+
+    def layer_bytes(self, sandbox_id: str) -> int:
+        """What the root's writable layer has taken of the data volume in files that have no name. Blocking."""
+        ...
+
     async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
         """Measured from outside: a program inside cannot make it say that a limit is not reached."""
         ...

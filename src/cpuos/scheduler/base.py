@@ -87,7 +87,9 @@ class CapacityRules:
     """What of a node may be promised: memory and disk as they are, less a reserve; CPUs several times over."""
 
     cpu_overcommit: float = 8.0
+    memory_overcommit: float = 1.0
     memory_reserve_mib: int = 0
+    disk_overcommit: float = 1.0
     disk_reserve_mib: int = 0
     allow_emulated: bool = False
     """For every demand, whether it says so or not."""

@@ -39,8 +39,8 @@ def total_capacity(facts: NodeFacts, rules: CapacityRules) -> Capacity:
     return Capacity(
         sandboxes=facts.max_sandboxes,
         cpu=facts.cpu * rules.cpu_overcommit,
-        memory_mib=max(0, facts.memory_mib - rules.memory_reserve_mib),
-        disk_mib=max(0, facts.disk_mib - rules.disk_reserve_mib),
+        memory_mib=int(max(0, facts.memory_mib - rules.memory_reserve_mib) * rules.memory_overcommit),
+        disk_mib=int(max(0, facts.disk_mib - rules.disk_reserve_mib) * rules.disk_overcommit),
     )
 
 

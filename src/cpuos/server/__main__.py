@@ -125,9 +125,12 @@ def _options(settings: Settings) -> ServerOptions:
         capacity=CapacityRules(
             allow_emulated=settings.allow_emulated,
             cpu_overcommit=settings.cpu_overcommit,
+            memory_overcommit=settings.memory_overcommit,
             memory_reserve_mib=settings.memory_reserve_mib,
+            disk_overcommit=settings.disk_overcommit,
             disk_reserve_mib=settings.disk_reserve_mib,
         ),
+        pressure_idle_s=settings.pressure_idle_s,
         record_retention_s=settings.record_retention_s,
         connection_records=settings.connection_records,
         connection_retention_s=settings.connection_retention_s,

@@ -40,6 +40,7 @@ from cpuos.server.quotas import Quotas
 from cpuos.server.ready import ReadySandboxes
 from cpuos.server.reconciler import Reconciler
 from cpuos.server.recreating import Recreating
+from cpuos.server.relief import Relief
 from cpuos.server.settlement import Settlement
 from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
@@ -85,6 +86,8 @@ class ServerOptions:
     outcome_deadline_s: float = 600.0
     """An audit intent without outcome is `unknown` after this."""
     idempotency_wait_s: float = 90.0
+    pressure_idle_s: float = 30.0
+    """Sandboxes that were idle for so long are paused where their node is short of memory."""
     record_retention_s: float = 86400.0
     """What the commands of an ended sandbox left stays readable this long."""
     connection_records: int = 50_000
@@ -280,7 +283,16 @@ async def _wire(
         networks=networks,
         journal=JournalIngest(database, gateway),
         connections=_connections(options, database, records, clock),
-        alarms=Alarms(database=database, scheduler=scheduler, audit=audit),
+        relief=Relief(
+            database=database,
+            scheduler=scheduler,
+            gateway=gateway,
+            pausing=verbs.pausing,
+            alarms=Alarms(database=database, scheduler=scheduler, audit=audit),
+            tasks=tasks,
+            clock=clock,
+            idle_s=options.pressure_idle_s,
+        ),
         settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=verbs.lifecycle),
         tasks=tasks,
         clock=clock,

@@ -12,7 +12,6 @@ from sqlalchemy import Row, select
 
 from cpuos.errors import CpuosError
 from cpuos.scheduler.base import Scheduler
-from cpuos.server.alarms import Alarms
 from cpuos.server.clock import Clock
 from cpuos.server.connections import ConnectionIngest
 from cpuos.server.db.database import Database
@@ -36,6 +35,7 @@ from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
 from cpuos.server.pausing import Pausing
 from cpuos.server.ready import ReadySandboxes
+from cpuos.server.relief import Relief
 from cpuos.server.settlement import Settlement
 from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
@@ -48,6 +48,7 @@ __all__ = ["Reconciler"]
 _log = structlog.get_logger("cpuos.server.reconciler")
 TICK_S = 1.0
 SWEEP_S = 10.0
+RELIEF_S = 2.0
 CHANGES_WAIT_S = 20.0
 RETRY_S = 0.5
 UNOWNED_GRACE = timedelta(seconds=30)
@@ -70,7 +71,7 @@ class Reconciler:
         journal: JournalIngest,
         connections: ConnectionIngest,
         settlement: Settlement,
-        alarms: Alarms,
+        relief: Relief,
         tasks: Tasks,
         clock: Clock,
         record_retention_s: float,
@@ -87,7 +88,7 @@ class Reconciler:
         self._journal = journal
         self._connections = connections
         self._settlement = settlement
-        self._alarms = alarms
+        self._relief = relief
         self._tasks = tasks
         self._clock = clock
         self._record_kept = timedelta(seconds=record_retention_s)
@@ -101,6 +102,7 @@ class Reconciler:
             (self.sweep, SWEEP_S),
             (self.tell_networks, TICK_S),
             (self.pause_idle, TICK_S),
+            (self.relieve, RELIEF_S),
             (self._wakes.follow, 0),
             (self._ready.follow, 0),
             (self.ingest, TICK_S),
@@ -125,7 +127,6 @@ class Reconciler:
     async def sweep(self) -> None:
         """Compare everything: all the node has with all that is on record."""
         await self._scheduler.refresh()
-        await self._alarms.look()
         listed_at = self._clock()
         facts = await self._scheduler.client(self._node).list()
         await self._apply(facts, listed_at=listed_at)
@@ -143,6 +144,10 @@ class Reconciler:
     async def tell_networks(self) -> None:
         """Network policies that their nodes have not put in place yet. A step of its own: nothing holds it up."""
         await self._networks.tell_pending()
+
+    async def relieve(self) -> None:
+        """What nodes tell of themselves is written down, and those that are short of memory are helped."""
+        await self._relief.run()
 
     async def pause_idle(self) -> None:
         """What was idle for its time is paused or ended."""

@@ -193,6 +193,12 @@ class FakeRuntime:
             memory_bytes=_resident_bytes(process.pid), cpu_seconds=_cpu_seconds(process.pid), processes=1
         )
 
+    def host_processes(self, max_processes: int) -> int:
+        return max_processes
+
+    def layer_bytes(self, sandbox_id: str) -> int:
+        return 0
+
     async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
         return RuntimeLimits()
 

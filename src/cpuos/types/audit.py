@@ -48,6 +48,7 @@ ACTIONS = (
     "file.move",
     "file.read_tree",
     "file.write_tree",
+    "node.pressure",
     "node.volume",
     "storage.prune",
 )

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from cpuos.types.base import Answer
-from cpuos.types.node import RuntimeFacts, TemplateFacts, VolumeFacts
+from cpuos.types.node import PressureFacts, RoomFacts, RuntimeFacts, TemplateFacts, VolumeFacts
 
 __all__ = ["Amount", "Capacity", "Health", "Node", "NodeList", "PartHealth", "Pool", "TemplateList"]
 
@@ -40,6 +40,9 @@ class Node(Answer):
     memory_mib: int
     disk_mib: int
     max_sandboxes: int
+    room: dict[str, RoomFacts] = Field(default_factory=dict)
+    """By the node's own count: what it may promise, and what it has."""
+    pressure: PressureFacts = Field(default_factory=PressureFacts)
     volume: VolumeFacts | None = None
     pool: Pool | None = None
 

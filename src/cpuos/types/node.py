@@ -21,8 +21,11 @@ __all__ = [
     "NodeSandboxCreate",
     "NodeSnapshotCreate",
     "PoolFacts",
+    "PressureFacts",
+    "PressureLevel",
     "ReadySandbox",
     "Restored",
+    "RoomFacts",
     "RuntimeFacts",
     "SandboxFacts",
     "SandboxStats",
@@ -129,6 +132,37 @@ class TemplateFacts(Answer):
     belongs."""
 
 
+class PressureLevel(StrEnum):
+    """What is done about it; each includes those before it."""
+
+    NONE = "none"
+    SHRINK_POOL = "shrink_pool"
+    PAUSE_IDLE = "pause_idle"
+    REFUSE_NEW = "refuse_new"
+
+    @property
+    def rank(self) -> int:
+        return list(PressureLevel).index(self)
+
+
+class PressureFacts(Answer):
+    """Whether the host is short of memory."""
+
+    level: PressureLevel = PressureLevel.NONE
+    why: str = ""
+    since: datetime | None = None
+    """When this level began."""
+    times: int = 0
+    """How often a level was entered since the node's daemon began."""
+
+
+class RoomFacts(Answer):
+    """Of one resource: what the node may promise, and what it has."""
+
+    total: float
+    held: float
+
+
 class VolumeFacts(Answer):
     """The volume that holds disks, snapshots and images."""
 
@@ -182,6 +216,10 @@ class NodeFacts(Answer):
     disk_mib: int
     """The sum of `disk_mib` that sandboxes may be promised, those that are there included."""
     max_sandboxes: int
+    room: dict[str, RoomFacts] = Field(default_factory=dict)
+    """By the node's own count: sandboxes, cpu, memory_mib, processes, disk_mib (of which a sandbox's number counts
+    twice)."""
+    pressure: PressureFacts = Field(default_factory=PressureFacts)
     pool: PoolFacts = Field(default_factory=PoolFacts)
     volume: VolumeFacts | None = None
 

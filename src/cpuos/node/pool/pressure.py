@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuos.node.host import memory_mib
+from cpuos.node.host import available_memory_mib, memory_mib, memory_stalled
 
 __all__ = ["Pressure", "read_pressure"]
 
@@ -27,10 +27,10 @@ class Pressure:
 def read_pressure(volume: Path, *, proc: Path = Path("/proc")) -> Pressure:
     """`volume`: any folder of the data volume. Of a kernel that counts no stalls only free memory is known."""
     needed = max(_LEAST_FREE_MIB, memory_mib() // _LEAST_FREE_SHARE)
-    free = _available_mib(proc / "meminfo")
+    free = available_memory_mib(proc)
     if free < needed:
         return Pressure(is_high=True, why=f"{free} MiB of memory are free, and {needed} stay free")
-    stalled = _stalled(proc / "pressure/memory")
+    stalled = memory_stalled(proc)
     if stalled > _MOST_STALLED:
         return Pressure(is_high=True, why=f"memory was waited for {stalled:g} % of the time")
     status = os.statvfs(volume)
@@ -38,19 +38,3 @@ def read_pressure(volume: Path, *, proc: Path = Path("/proc")) -> Pressure:
     if disk < _LEAST_FREE_DISK_MIB:
         return Pressure(is_high=True, why=f"{disk} MiB of the data volume are free")
     return Pressure(is_high=False)
-
-
-def _available_mib(path: Path) -> int:
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) >> 10
-    return 1 << 30
-
-
-def _stalled(path: Path) -> float:
-    try:
-        words = path.read_text().splitlines()[0].split()
-        return float(dict(word.split("=") for word in words[1:])["avg10"])
-    except (OSError, IndexError, KeyError, ValueError):
-        return 0.0

@@ -19,7 +19,14 @@ import structlog
 from cpuos.errors import CapacityExceeded, CpuosError, NotFound, PlatformError
 from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import Capability, Probe, Process, RuntimeLimits, RuntimeStats, SandboxSpec
-from cpuos.runtimes.gvisor.bundle import AGENT_TASKS, layer_mib, runsc_flags, tmp_mib, write_bundle
+from cpuos.runtimes.gvisor.bundle import (
+    AGENT_TASKS,
+    host_processes,
+    layer_mib,
+    runsc_flags,
+    tmp_mib,
+    write_bundle,
+)
 from cpuos.runtimes.gvisor.probe import probe_gvisor
 from cpuos.runtimes.gvisor.program import Outcome, Runsc
 from cpuos.runtimes.gvisor.urpc import ControlSocket, UrpcFailure
@@ -167,11 +174,20 @@ class GvisorRuntime:
         processes = await self._control(sandbox_id).count_processes()
         return RuntimeStats(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, processes=processes)
 
+    def host_processes(self, max_processes: int) -> int:
+        return host_processes(max_processes)
+
+    def layer_bytes(self, sandbox_id: str) -> int:
+        running = self._running.get(sandbox_id)
+        try:
+            return unnamed_bytes(running.process.pid, on=running.overlay) if running is not None else 0
+        except OSError:  # it has just ended
+            return 0
+
     async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
-        running = self._running.get(spec.id)
-        if running is None:
+        if spec.id not in self._running:
             raise _not_found("measure", spec.id)
-        held = await asyncio.to_thread(unnamed_bytes, running.process.pid, on=running.overlay)
+        held = await asyncio.to_thread(self.layer_bytes, spec.id)
         return RuntimeLimits(
             processes_full=await self._control(spec.id).processes_full(),
             root_full=held + _LAYER_ALMOST >= layer_mib(spec.disk_mib) << 20,

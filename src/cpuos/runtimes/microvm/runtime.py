@@ -123,6 +123,14 @@ class MicrovmRuntime:
         # From outside a machine is one process; how many run inside only its own kernel knows.
         return RuntimeStats(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, processes=1)
 
+    def host_processes(self, max_processes: int) -> int:
+        """The guest's own are its kernel's; the host sees QEMU's threads."""
+        return _VMM_TASKS
+
+    def layer_bytes(self, sandbox_id: str) -> int:
+        """Its root is on an image with a name."""
+        return 0
+
     async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
         """Only the guest's kernel knows which of its limits are reached, and it is not asked."""
         return RuntimeLimits(tmp_bytes=max(16, spec.memory_mib // 4) << 20)
