@@ -174,7 +174,7 @@ func byDepth() (levels [][]process) {
 		for len(levels) <= depth {
 			levels = append(levels, nil)
 		}
-		if p.pid != os.Getpid() {
+		if p.pid != os.Getpid() && !p.isKernels() {
 			levels[depth] = append(levels[depth], p)
 		}
 	}

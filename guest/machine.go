@@ -64,6 +64,11 @@ func makeMachine() {
 	}
 }
 
+// isKernels is true of the threads of a kernel of our own, which nobody stops: kthreadd and its children.
+func (p process) isKernels() bool {
+	return os.Args[0] == initPath && (p.pid == 2 || p.parent == 2)
+}
+
 func mount(source, target, kind string, flags uintptr, options string) {
 	if err := syscall.Mount(source, target, kind, flags, options); err != nil {
 		panic(failure{fmt.Errorf("mount %s on %s: %w", source, target, err)})
