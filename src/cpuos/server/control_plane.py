@@ -261,17 +261,8 @@ async def _wire(
         scheduler.adopt({row.id: (row.node, amount_of(row)) for row in await live_rows(connection)})
     audit = Audit(clock, epoch=epoch, deadline_s=options.outcome_deadline_s)
     idempotency, quotas, networks = Idempotency(clock), Quotas(), Networks(database, scheduler)
-    verbs = _verbs(
-        options,
-        database,
-        scheduler=scheduler,
-        gateway=gateway,
-        networks=networks,
-        audit=audit,
-        quotas=quotas,
-        tasks=tasks,
-        clock=clock,
-    )
+    shared: dict[str, Any] = {"audit": audit, "quotas": quotas, "tasks": tasks, "clock": clock}
+    verbs = _verbs(options, database, scheduler=scheduler, gateway=gateway, networks=networks, **shared)
     reconciler = Reconciler(
         database=database,
         scheduler=scheduler,
@@ -313,16 +304,7 @@ async def _wire(
         templates=verbs.templates,
         builder=verbs.builder,
         reconciler=reconciler,
-        guard=_guard(
-            options,
-            database,
-            policy=policy,
-            quotas=quotas,
-            audit=audit,
-            idempotency=idempotency,
-            tasks=tasks,
-            clock=clock,
-        ),
+        guard=_guard(options, database, policy=policy, idempotency=idempotency, **shared),
         tasks=tasks,
     )
 
