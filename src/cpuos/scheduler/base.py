@@ -29,6 +29,8 @@ class Demand:
     node: str | None = None
     """Only there: what it begins with lies on that node."""
     max_processes: int = 0
+    snapshot: str | None = None
+    """With the processes of this one."""
     for_anyone: bool = False
     """Nothing else of it is fixed: one that is ready will do."""
 

@@ -41,9 +41,12 @@ class ReadyStock:
 
 
 def _fits(ready: ReadySandbox, demand: Demand, placement: Placement) -> bool:
+    # Of a snapshot the template's image is the one of its own sandbox, whatever the name means by now.
+    same = ready.template_digest == placement.template_digest or demand.snapshot is not None
     return (
-        ready.template == demand.template
-        and ready.template_digest == placement.template_digest
+        same
+        and ready.snapshot == demand.snapshot
+        and ready.template == demand.template
         and ready.runtime == placement.runtime
         and ready.cpu == demand.cpu
         and ready.memory_mib == demand.memory_mib

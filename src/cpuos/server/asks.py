@@ -45,7 +45,8 @@ def demand_of_request(request: SandboxCreate, template: str, *, origin: Row[Any]
         node=None if origin is None else origin.node,
         max_processes=request.max_processes,
         # Its host name is its id then: that of a ready one is fixed.
-        for_anyone=origin is None and request.name is None,
+        for_anyone=request.name is None and (origin is None or origin.memory),
+        snapshot=None if origin is None else origin.id,
     )
 
 

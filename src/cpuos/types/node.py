@@ -187,6 +187,8 @@ class ReadySandbox(Answer):
     memory_mib: int
     disk_mib: int
     max_processes: int
+    snapshot: str | None = None
+    """It has the processes of this one."""
 
 
 class PoolFacts(Answer):

@@ -216,3 +216,21 @@ async def test_failed_end_of_a_ready_one_is_tried_again(settings, asking, point)
         assert (await node.client.pool(0)).ready == []
         await node.service.sweep()
         await assert_nothing_left(settings, node.parts)
+
+
+async def test_one_of_a_snapshot_is_for_those_who_ask_for_it(settings, node, asking):
+    snapshot, freeze = "s" * 20, "0" * 32
+    await node.client.create(asking("a"))
+    await node.client.snapshot("a" * 20, generation=1, snapshot=snapshot, freeze=freeze)
+    ready = await fill(node, asking, snapshot=snapshot)
+    (told,) = (await node.client.pool(0, wait_s=0)).ready
+    assert told.snapshot == snapshot
+    record = node.service.ledger.find(ready)
+    assert (record.thaw, record.thaw_from, record.incarnation) == (freeze, "a" * 20, 1)  # nothing of it runs yet
+    facts = await node.client.create(naming(asking, ready, snapshot=snapshot))
+    assert (facts.started_from, facts.restored, facts.incarnation) == (StartedFrom.POOL, "memory", 1)
+    other = await fill(node, asking, snapshot=snapshot)
+    assert (await node.client.create(naming(asking, other))).started_from is StartedFrom.COLD
+    await node.client.delete_snapshot(snapshot)
+    with pytest.raises(NotFound):
+        await fill(node, asking, snapshot=snapshot)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +37,7 @@ log = structlog.get_logger("cpuos.node")
 # Of an idle sandbox, until some were measured.
 _UNIT_BYTES = 64 << 20
 _CLOSE_S = 4.0
+SNAPSHOT_LASTS_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,8 @@ class Pool:
         """What each of those that are ready took when it was."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._taking: dict[str, Record] = {}
+        self._seen: dict[str, float] = {}
+        """When a snapshot was first asked for."""
         self._seq = int(time.time() * 1e6)
         self._changed = asyncio.Event()
         self._closed = False
@@ -267,6 +270,13 @@ class Pool:
         oldest = self._ledger.clock() - self._limits.max_age
         return make_plan(ready, self._wanted(), room=room, is_old=lambda record: record.changed_at < oldest)
 
+    def _is_there(self, shape: Shape, installed: Mapping[str, str]) -> bool:
+        """What it begins with. A snapshot that was made for the copies of a fork alone goes with them."""
+        if shape.snapshot is None:
+            return installed.get(shape.template) == shape.template_digest
+        lasts = time.monotonic() - self._seen.setdefault(shape.snapshot, time.monotonic()) >= SNAPSHOT_LASTS_S
+        return lasts and self._kit.assembly.images.has(shape.snapshot)
+
     def _held_bytes(self, ready: list[Record]) -> int:
         return sum(self._bytes.get(record.id, _UNIT_BYTES) for record in ready)
 
@@ -275,11 +285,7 @@ class Pool:
         if not self.is_on:
             return {}
         installed = {template.name: template.digest for template in self._kit.templates.installed()}
-        wanted = {
-            shape: count
-            for shape, count in self._wishes.wanted().items()
-            if installed.get(shape.template) == shape.template_digest
-        }
+        wanted = {shape: count for shape, count in self._wishes.wanted().items() if self._is_there(shape, installed)}
         for kind, count in self._limits.keep:
             if count and kind.template in installed:
                 shape = _shape_of_kind(kind, digest=installed[kind.template], runtime=self._limits.runtime)
@@ -310,4 +316,5 @@ def _told(record: Record) -> ReadySandbox:
         memory_mib=shape.memory_mib,
         disk_mib=shape.disk_mib,
         max_processes=shape.max_processes,
+        snapshot=shape.snapshot,
     )

@@ -22,6 +22,8 @@ class Shape:
     memory_mib: int
     disk_mib: int
     max_processes: int
+    snapshot: str | None = None
+    """With the processes of this one."""
 
 
 def shape_of(request: NodeSandboxCreate, *, digest: str) -> Shape:
@@ -33,6 +35,7 @@ def shape_of(request: NodeSandboxCreate, *, digest: str) -> Shape:
         memory_mib=request.memory_mib,
         disk_mib=request.disk_mib,
         max_processes=request.max_processes,
+        snapshot=request.snapshot,
     )
 
 
@@ -42,4 +45,5 @@ def shape_of_record(record: Record) -> Shape:
 
 def is_for_anyone(request: NodeSandboxCreate) -> bool:
     """Whether a ready sandbox can stand in for it: the host name is fixed at the start too, and is the id then."""
-    return request.snapshot is None and request.generation == 1 and request.hostname == request.id
+    fixed = request.generation == 1 and request.hostname == request.id
+    return fixed and (request.snapshot is None or request.warm)
