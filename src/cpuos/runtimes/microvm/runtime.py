@@ -37,7 +37,7 @@ log = structlog.get_logger("cpuos.node")
 
 GUEST_MAC = "02:00:0a:00:00:02"
 TAP = "lan"
-AGENT_TASKS = 96
+AGENT_TASKS = 48
 """Room for the agent's own threads on top of the sandbox's process limit."""
 ROOT_IMAGE = "root.image"
 _START_S = 20.0
