@@ -148,7 +148,7 @@ def _network_config(settings: Settings) -> NetworkConfig:
         exceptions=tuple(settings.network_exceptions),
         dns_servers=tuple(settings.dns_servers),
         pool=settings.network_pool if settings.runtime != "microvm" else 0,
-        tap_pool=min(2, settings.network_pool) if "microvm" in _runtime_names(settings) else 0,
+        tap_pool=settings.network_pool if settings.runtime == "microvm" else 0,
         max_sandboxes=settings.max_sandboxes,
         state_dir=settings.network_state_dir,
         socket_path=settings.network_socket,
