@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,7 +138,7 @@ def test_layers_come_to_what_the_specification_says(instance, client, tmp_path, 
         assert {path: told for path, told in tree_of(sandbox).items() if path not in OWN} == expected
 
 
-def test_what_an_image_is_made_to_do(client, tmp_path, small):
+def test_what_an_image_is_made_to_do(instance, client, tmp_path, small):
     script = 'id -un > said; pwd >> said; echo "$GREETING $MORE" >> said; exec sleep 1000'
     config = {
         "Env": ["GREETING=hello there", "PATH=/bin", "BROKEN=two\nlines"],
@@ -155,6 +157,11 @@ def test_what_an_image_is_made_to_do(client, tmp_path, small):
     with Sandbox.create("service", client=client, **SMALL) as sandbox:
         wait_until(lambda: "more" in sandbox.exec(["cat", "/srv/said"]).stdout)
         assert sandbox.exec(["cat", "/srv/said"]).stdout == "worker\n/srv\nhello there and more\n"
+    argv = [sys.executable, "-m", "cpuos.cli", "template", "import", str(source), "--name", "told", "--env"]
+    done = subprocess.run([*argv, "MORE=and more"], env=instance.environment(), capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("told\n", 0), done.stderr
+    assert built.image.digest in done.stderr
+    assert Template.get("told", client=client).digest == built.digest, "the same again"
 
 
 def test_a_number_is_given_a_name_and_a_shell_is_not_started(client, tmp_path, small):

@@ -50,7 +50,7 @@ Package = Annotated[
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 # A host with a dot or a port, names, and a tag or a digest or both: what the registry protocol has, and nothing local.
-_HOST = r"(?:[a-z0-9-]+(?:\.[a-z0-9-]+)+|localhost)(?::[0-9]{1,5})?|[a-z0-9-]+:[0-9]{1,5}"
+_HOST = r"(?:[a-z0-9][a-z0-9-]*(?:\.[a-z0-9-]+)+|localhost)(?::[0-9]{1,5})?|[a-z0-9][a-z0-9-]*:[0-9]{1,5}"
 _REFERENCE = re.compile(
     rf"(?P<repository>(?:{_HOST})(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)+)"
     r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
