@@ -40,7 +40,7 @@ TAP = "lan"
 AGENT_TASKS = 48
 """Room for the agent's own threads on top of the sandbox's process limit."""
 ROOT_IMAGE = "root.image"
-_START_S = 20.0
+_START_S = 45.0
 _POLL_S = 0.01
 _MESSAGE_BYTES = 4096
 # Threads of a VMM: one for each CPU, and those that wait for its disks.
@@ -167,6 +167,7 @@ class MicrovmRuntime:
             process = find_process(pid)
             pidfd = open_process(process) if process is not None else None
             if process is None or pidfd is None:
+                _reap(pid)
                 raise PlatformError(f"cannot start sandbox {spec.id}", f"its VMM ended at once: {_drain(output)}")
             self._watch(spec.id, process, pidfd=pidfd)
             await self._until_running(spec.id, vmm, folder / CONTROL, output=output)
@@ -283,8 +284,10 @@ class MicrovmRuntime:
         if running is not None:
             _reap(running.process.pid)
         self._groups.remove(sandbox_id)
-        # By handles, and last: what is left without it has an owner until here.
-        shutil.rmtree(self._run_dir / sandbox_id, ignore_errors=not (self._run_dir / sandbox_id).exists())
+        try:
+            shutil.rmtree(self._run_dir / sandbox_id)  # last: by it what is left has an owner
+        except FileNotFoundError:
+            pass
 
 
 def _listen(path: Path) -> socket.socket:
