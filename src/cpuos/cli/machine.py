@@ -16,6 +16,7 @@ from cpuos.cli.results import describe_capacity, describe_pool
 from cpuos.errors import CpuosError, InvalidRequest, SetupRequired
 
 if TYPE_CHECKING:
+    from cpuos.services import Stopped
     from cpuos.setup.progress import Progress
 
 __all__ = ["doctor", "down", "register", "require_server_parts", "setup", "status", "uninstall", "up"]
@@ -54,19 +55,39 @@ def down(
     keep_sandboxes: Annotated[
         bool, typer.Option("--keep-sandboxes", help="Leave them running for the next `cpuos up`.")
     ] = False,
+    pause: Annotated[
+        bool, typer.Option("--pause", help="Pause those that run: before a reboot. Calls resume them after `cpuos up`.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop cpuOS on this machine, and its sandboxes."""
+    """Stop cpuOS on this machine, and end its sandboxes, paused ones too.
+
+    With --pause none is ended: each goes on where it was when it is called after the next `cpuos up`, also when the
+    machine was restarted in between. One that could not be paused is left running, and the exit code is 1.
+    """
     require_server_parts()
     from cpuos import services
 
     output = current_output(ctx)
-    with output.working("stopping"):
-        stopped = services.down(keep_sandboxes=keep_sandboxes)
+    if pause and keep_sandboxes:
+        raise InvalidRequest("cannot both pause sandboxes and keep them running", hint="cpuos down --pause")
+    with output.working("pausing and stopping" if pause else "stopping"):
+        stopped = services.down(keep_sandboxes=keep_sandboxes, pause=pause)
+    told = {"stopped": stopped.was_running, "sandboxes": stopped.sandboxes}
     if output.json:
-        output.data({"stopped": stopped.was_running, "sandboxes": stopped.sandboxes})
-        return
+        output.data({**told, "paused": stopped.paused, "left": stopped.left})
+    else:
+        _show_stopped(output, stopped)
+    if stopped.left:
+        raise typer.Exit(1)
+
+
+def _show_stopped(output: Output, stopped: Stopped) -> None:
     state = "cpuOS is stopped" if stopped.was_running else "cpuOS was not running"
+    if stopped.paused or stopped.left:
+        state = f"{state}; {stopped.paused} paused"
+    for sandbox_id, why in stopped.left.items():
+        output.progress(f"left running: {sandbox_id}: {why}")
     ended = f"{stopped.sandboxes} sandbox{'' if stopped.sandboxes == 1 else 'es'} ended"
     output.progress(f"{state}; {ended}" if stopped.sandboxes else state)
 

@@ -42,6 +42,7 @@ log = structlog.get_logger("cpuos.node")
 MAX_BODY_BYTES = 1 << 20
 """A network policy with every list full is about 300 KiB."""
 MAX_WAIT_S = 60.0
+MAX_DRAIN_S = 3600.0
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[["_Call"], Awaitable[Any]]
@@ -162,6 +163,10 @@ async def _prune(call: _Call) -> dict[str, Any]:
     return {"items": await call.stored.prune(dry_run=asked.dry_run)}
 
 
+async def _drain(call: _Call) -> BaseModel:
+    return await call.service.drain(limit_s=min(call.number("limit_s", 120.0), MAX_DRAIN_S))
+
+
 async def _get_changes(call: _Call) -> dict[str, Any]:
     wait_s = min(call.number("wait_s", 0.0), MAX_WAIT_S)
     seq, changes = await call.service.changes.after(int(call.number("after", 0)), wait_s=wait_s)
@@ -194,6 +199,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/v1/storage", _get_storage),
     ("POST", "/v1/storage/prune", _prune),
     ("GET", "/v1/changes", _get_changes),
+    ("POST", "/v1/drain", _drain),
     ("GET", "/v1/pool", _get_pool),
 ]
 

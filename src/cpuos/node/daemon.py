@@ -185,6 +185,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         images=ImageStore(state / "snapshots"),
     )
     volume = Volume(state, ballast=Ballast(state / "ballast", size_bytes=settings.disk_ballast_mib << 20))
+    news = GatewayNews(settings.gateway_socket)
     service = NodeService(
         assembly=assembly,
         journal=Journal(state / "journal"),
@@ -195,7 +196,8 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         rules=_admission_rules(settings),
         short_memory=partial(read_memory, mark_mib=settings.memory_pressure_mib),
         volume=volume,
-        halted=GatewayNews(settings.gateway_socket).tell_halted,
+        halted=news.tell_halted,
+        door=news,
         pool=_pool_limits(settings),
         root_interval_s=settings.root_checkpoint_interval_s,
         checkpoint=parts.checkpoint,

@@ -25,7 +25,7 @@ class GatewayNews:
 
     def __init__(self, gateway_socket: Path) -> None:
         self._socket = gateway_socket
-        self._telling: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[int]] = set()
 
     def tell_killed(self, sandbox_id: str, pids: tuple[int, ...]) -> None:
         """`pids`: the process that dies, then its ancestors; numbers of the sandbox's own."""
@@ -35,25 +35,40 @@ class GatewayNews:
     def tell_halted(self, sandbox_id: str, *, halted: bool) -> None:
         self._tell(sandbox_id, "halted", {"halted": halted})
 
+    async def suspend(self, sandbox_id: str, *, freeze: str, limit_s: float) -> str:
+        """Its programs stand still, and calls for it wait; else why not."""
+        status = await self._ask(sandbox_id, "suspend", {"freeze": freeze}, limit_s=limit_s)
+        return "" if status == 200 else f"the gateway did not freeze it: {status or 'it did not answer'}"
+
+    async def go_on(self, sandbox_id: str, *, generation: int, hostname: str, limit_s: float) -> None:
+        body = {"generation": generation, "hostname": hostname, "wait_s": limit_s}
+        await self._ask(sandbox_id, "attach", body, limit_s=limit_s + 1)
+
     def _tell(self, sandbox_id: str, what: str, body: dict[str, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(self._post(sandbox_id, what, json.dumps(body).encode()))
+        task = asyncio.get_running_loop().create_task(self._ask(sandbox_id, what, body))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    async def _post(self, sandbox_id: str, what: str, body: bytes) -> None:
+    async def _ask(self, sandbox_id: str, what: str, told: dict[str, Any], *, limit_s: float = _TELL_S) -> int:
+        """The status of the answer; 0 when there is none."""
+        body = json.dumps(told).encode()
         head = (
             f"POST /v1/sandboxes/{sandbox_id}/{what} HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         try:
-            async with asyncio.timeout(_TELL_S):
+            async with asyncio.timeout(limit_s):
                 reader, writer = await asyncio.open_unix_connection(self._socket)
                 try:
                     writer.write(head.encode() + body)
-                    status = (await reader.readuntil(b"\r\n")).split()[1:2]
+                    status = int((await reader.readuntil(b"\r\n")).split()[1])
                 finally:
                     writer.close()
-            if status != [b"200"]:
-                log.warning("the gateway refused the news", sandbox=sandbox_id, news=what, status=status)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as problem:
             log.warning("the gateway did not hear the news", sandbox=sandbox_id, news=what, why=str(problem))
+            return 0
+        except (IndexError, ValueError):
+            status = 0
+        if status != 200:
+            log.warning("the gateway refused the news", sandbox=sandbox_id, news=what, status=status)
+        return status

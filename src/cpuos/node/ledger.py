@@ -130,6 +130,7 @@ def facts_of(record: Record) -> SandboxFacts:
         exit_reason=record.exit_reason,
         paused=record.stage in (Stage.PAUSED, Stage.RESUMING),
         pause_reason=record.pause_reason,
+        paused_at=record.changed_at if record.stage is Stage.PAUSED else None,
         settled=not record.unsettled,
         incarnation=record.incarnation,
         restored=record.restored,

@@ -34,16 +34,17 @@ class Pausing:
         self._ledger = kit.ledger
         self._lives = lives
 
-    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
-        """The guest is frozen with `freeze`. After a failure it is so still, and a dial's statement thaws it."""
+    async def pause(self, sandbox_id: str, *, generation: int, freeze: str, reason: str = "") -> SandboxFacts:
+        """The guest is frozen with `freeze`. After a failure it is so still, and a dial's statement thaws it. `reason`
+        is given where no user asked for it."""
         async with self._ledger.lock(sandbox_id):
             record = self._ledger.held(sandbox_id, generation=generation)
             if record.stage is Stage.PAUSED:
                 return facts_of(record)
             record = self._ledger.running(sandbox_id)
             needs(self._kit.runtime_of(record), "pause", sandbox_id)
-            record = await self._save(record, freeze=freeze)
-            facts = await self._lives.park(record)
+            record = await self._save(record, freeze=freeze, reason=reason)
+            facts = await self._lives.park(record, reason=reason)
         self._ledger.spawn(asyncio.to_thread(self._kit.assembly.images.hash, pause_name(sandbox_id)))
         return facts
 
@@ -115,7 +116,7 @@ class Pausing:
                 raise Conflict(f"cannot pause sandbox again: {sandbox_id}", "its image was given up: it runs")
             return await self._lives.park(record, reason="it did not answer when it was resumed")
 
-    async def _save(self, record: Record, *, freeze: str) -> Record:
+    async def _save(self, record: Record, *, freeze: str, reason: str) -> Record:
         """Make the image. Its last step is what makes the sandbox a paused one."""
         images, name = self._kit.assembly.images, pause_name(record.id)
         runtime = self._kit.runtime_of(record)
@@ -131,7 +132,7 @@ class Pausing:
             memory_stale=False,
             changed_at=self._ledger.clock(),
         )
-        paused = frozen.becomes(Stage.PAUSED, process=None, parked=False, pause_reason="")
+        paused = frozen.becomes(Stage.PAUSED, process=None, parked=False, pause_reason=reason)
         manifest = manifest_of(frozen, name=name, runtime=runtime, now=self._ledger.clock())
         steps: list[Step | Together] = [
             Step(

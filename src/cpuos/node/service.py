@@ -11,6 +11,7 @@ from cpuos.node.admission import Admission, AdmissionRules
 from cpuos.node.assembly import Assembly
 from cpuos.node.changes import ChangeFeed
 from cpuos.node.creating import Creating
+from cpuos.node.draining import Door, Draining
 from cpuos.node.identity import NodeIdentity, SignedStatement
 from cpuos.node.journal import Journal, Record, Stage
 from cpuos.node.kept_templates import KeptTemplates
@@ -34,6 +35,7 @@ from cpuos.settings import Settings
 from cpuos.types.limits import LimitFacts
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
+    Drained,
     NodeResume,
     NodeSandboxCreate,
     NodeSnapshotCreate,
@@ -75,6 +77,7 @@ class NodeService:
         halted: Tell = lambda sandbox_id, halted: None,
         pool: PoolLimits | None = None,
         root_interval_s: float = 0,
+        door: Door | None = None,
         checkpoint: Checkpoint = lambda point: None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
@@ -99,6 +102,7 @@ class NodeService:
         self.pressure = PressureWatch(self._kit.admission, shrink=self.pool.shrink, read=short_memory)
         self._creating = Creating(self._kit, lives=self._lives, pool=self.pool)
         self._pausing = Pausing(self._kit, lives=self._lives)
+        self._draining = Draining(self.ledger, door=door, pause=self._pausing.pause)
         self._snapshots = Snapshots(self._kit)
         self._upkeep = Upkeep(self._kit, lives=self._lives)
         self.roots = Roots(self._kit, keep=self._snapshots.keep_root_of, interval_s=root_interval_s)
@@ -115,6 +119,7 @@ class NodeService:
 
     async def create(self, request: NodeSandboxCreate) -> SandboxFacts:
         """Returns when the sandbox's process runs. A repeat joins the first call or answers the same facts."""
+        self._draining.check("create", request.id)
         return await self._creating.create(request)
 
     async def get(self, sandbox_id: str) -> SandboxFacts:
@@ -143,7 +148,12 @@ class NodeService:
     async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
         return await self.ledger.whole(self._pausing.pause(sandbox_id, generation=generation, freeze=freeze))
 
+    async def drain(self, *, limit_s: float) -> Drained:
+        """The node is shut down: pause all that run. Nothing new runs here from then on."""
+        return await self.ledger.whole(self._draining.drain(limit_s=limit_s))
+
     async def resume(self, sandbox_id: str, request: NodeResume) -> SandboxFacts:
+        self._draining.check("resume", sandbox_id)
         return await self.ledger.whole(self._pausing.resume(sandbox_id, request))
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:

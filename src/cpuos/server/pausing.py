@@ -196,8 +196,13 @@ class Pausing:
                 raise _told(error, f"cannot pause sandbox {row.id}: it runs on") from error
         return await self._paused(pausing, reason=reason, told=told)
 
-    async def _paused(self, row: Row[Any], *, reason: str, told: Suspended | None = None) -> Row[Any]:
+    async def _paused(
+        self, row: Row[Any], *, reason: str, told: Suspended | None = None, since: datetime | None = None
+    ) -> Row[Any]:
+        """`since`: where that was before now, as after the shutdown of its node."""
+
         def changes(current: Row[Any], now: datetime) -> dict[str, Any]:
+            now = since or now
             left_s = (current.expires_at - now).total_seconds() if current.expires_at else current.timeout_s
             # One that is paused because its time ended gets as much again.
             left_s = left_s if left_s > 0 else current.timeout_s
@@ -360,7 +365,8 @@ class Pausing:
             case S.RUNNING if facts.paused:
                 pausing = await self._advance(row, Verb.PAUSE)
                 if pausing is not None:
-                    await self._paused(pausing, reason=facts.pause_reason or "the node paused it")
+                    reason = facts.pause_reason or "the node paused it"
+                    await self._paused(pausing, reason=reason, since=facts.paused_at)
 
     async def _look(self, row: Row[Any], *, action: str) -> SandboxFacts:
         """What the node has of it. One that is dead or gone is lost by this."""

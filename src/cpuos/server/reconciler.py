@@ -135,9 +135,10 @@ class Reconciler:
         await self._connections.prune()
 
     async def take_changes(self, facts: Sequence[SandboxFacts]) -> None:
-        """News of some sandboxes: deaths that are not the end of what this server is doing anyway."""
-        dead = [one for one in facts if not one.alive]
-        news = [one for one in dead if self._lifecycle.creation(one.id) or not self._tasks.busy(one.id)]
+        """News of some sandboxes: deaths, and pauses by the node itself, that are not what this server is doing
+        anyway."""
+        told = [one for one in facts if not one.alive or one.paused]
+        news = [one for one in told if self._lifecycle.creation(one.id) or not self._tasks.busy(one.id)]
         if news:
             await self._apply(news, listed_at=None)
 

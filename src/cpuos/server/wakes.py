@@ -100,12 +100,19 @@ class Wakes:
             rows = await find_sandboxes(connection, list(ids))
         now = self._clock()
         for row in rows:
-            paused = SandboxState(row.state) in (SandboxState.PAUSED, SandboxState.PAUSING)
+            # One that is on record as running was paused by its node, which was shut down.
+            paused = SandboxState(row.state) in (SandboxState.PAUSED, SandboxState.PAUSING, SandboxState.RUNNING)
             if paused and row.auto_resume and self._may_wake(row.id, now):
                 self._tasks.share(row.id, "wake", self._resume(row))
 
     async def _resume(self, row: Row[Any]) -> None:
         try:
+            if row.state == SandboxState.RUNNING.value:
+                await self._pausing.finish(row)
+                async with self._database.read() as connection:
+                    (row,) = await find_sandboxes(connection, [row.id])
+            if row.state not in (SandboxState.PAUSED.value, SandboxState.PAUSING.value):
+                return
             await self._pausing.resume(row, reason="called")
         except CpuosError as error:
             count = self._failures.get(row.id, (0, None))[0] + 1

@@ -9,7 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cpuos.errors import SetupRequired, Unavailable
@@ -27,10 +27,11 @@ from cpuos.setup.progress import Progress, QuietProgress
 from cpuos.setup.source import environment_path
 from cpuos.setup.steps import all_steps
 
-__all__ = ["Instance", "Stopped", "down", "up"]
+__all__ = ["Instance", "Stopped", "down", "pause_sandboxes", "up"]
 
 READY_S = 60.0
 SUPERVISOR_S = 20.0
+PAUSE_S = 300.0
 _QUIET = QuietProgress()
 
 
@@ -53,6 +54,9 @@ class Stopped:
     was_running: bool
     sandboxes: int = 0
     """How many were ended; of an instance that was stopped, those that it had left running."""
+    paused: int = 0
+    left: dict[str, str] = field(default_factory=dict)
+    """Those that were to be paused and could not: they run on. Id to reason."""
 
     def __bool__(self) -> bool:
         return self.was_running or self.sandboxes > 0
@@ -103,28 +107,49 @@ def up(
     return Instance(api_url=api_url, gateway_url=gateway_url, credentials=path, started=started)
 
 
-def down(settings: Settings | None = None, *, keep_sandboxes: bool = False, uid: int | None = None) -> Stopped:
-    """Stop the instance, its sandboxes first unless they are to be kept."""
+def down(
+    settings: Settings | None = None,
+    *,
+    keep_sandboxes: bool = False,
+    pause: bool = False,
+    pause_s: float = PAUSE_S,
+    uid: int | None = None,
+) -> Stopped:
+    """Stop the instance, its sandboxes first unless they are to be kept, running or paused. Those that cannot be paused
+    in `pause_s` are kept running."""
     settings = settings or load_settings()
     _require_root("stop cpuOS", "sudo cpuos down")
     if not settings.run_dir.is_dir():
         return Stopped(was_running=False)
     with _one_at_a_time(settings):
         record = read_record(settings)
-        running = set() if keep_sandboxes else running_sandboxes(settings)
-        if not keep_sandboxes:
+        paused, left = pause_sandboxes(settings, limit_s=pause_s) if pause else ([], {})
+        keep_sandboxes = keep_sandboxes or bool(left) or (pause and not part_answers("node", settings))
+        running = set() if keep_sandboxes or pause else running_sandboxes(settings)
+        if not keep_sandboxes and not pause:
             _end_sandboxes(settings, uid=calling_user() if uid is None else uid)
         if record is not None:
             _stop(record)
         if not keep_sandboxes:
-            kill_sandbox_processes(settings)  # none is left, unless the node was dead
+            kill_sandbox_processes(settings)  # none is left, unless the node was dead; or those nobody has taken yet
             _leave_host_network(settings)
         published = (settings.server_endpoint, settings.gateway_endpoint, settings.preview_endpoint)
         for path in (record_path(settings), settings.endpoints, *published):
             path.unlink(missing_ok=True)
         for path in (settings.node_socket, settings.dial_socket, settings.gateway_socket):
             path.unlink(missing_ok=True)
-    return Stopped(was_running=record is not None, sandboxes=len(running))
+    return Stopped(was_running=record is not None, sandboxes=len(running), paused=len(paused), left=left)
+
+
+def pause_sandboxes(settings: Settings, *, limit_s: float = PAUSE_S) -> tuple[list[str], dict[str, str]]:
+    """Have the node pause all that run; ids of those that are, and reasons of those that are not."""
+    query = f"/v1/drain?limit_s={limit_s:g}"
+    status, body = ask(settings.node_socket, query, method="POST", timeout_s=limit_s + 30)
+    if status == 0 and not part_answers("node", settings):
+        return [], {}  # it does not run: neither does anything that could be paused now
+    if status != 200:
+        raise Unavailable("cannot pause the sandboxes", f"the node answered {status or 'nothing'}", hint="cpuos status")
+    return body["paused"], body["left"]
 
 
 def _leave_host_network(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, Pol
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation, StartedFrom
 
 __all__ = [
+    "Drained",
     "NodeFacts",
     "NodeGeneration",
     "NodeNetworkUpdate",
@@ -90,6 +91,13 @@ class NodeGeneration(Request):
     """A call that needs nothing but to name the generation it is made for."""
 
     generation: int = Field(ge=1)
+
+
+class Drained(Answer):
+    """What a node's shutdown has paused, and what runs on, with the reason of each."""
+
+    paused: list[str]
+    left: dict[str, str]
 
 
 class NodePause(Request):
@@ -237,6 +245,8 @@ class SandboxFacts(Answer):
     """It has no process and no memory here, only files; it is alive and can go on."""
     pause_reason: str = ""
     """Why it is paused again, where nobody asked for it; of one that was resumed, why not all came back."""
+    paused_at: datetime | None = None
+    """Since when, while it is."""
     settled: bool = True
     """False between a resume and its settle: the image is kept, and a repause is possible."""
     incarnation: int = 0
