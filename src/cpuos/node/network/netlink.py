@@ -144,10 +144,10 @@ class RouteNetlink:
         self._number += 1
         body = _ROUTE.pack(socket.AF_INET, 32, *[0] * 7) + _attribute(_RTA_DST, address.packed)
         self._socket.send(_HEADER.pack(_HEADER.size + len(body), _RTM_GETROUTE, _NLM_F_REQUEST, self._number, 0) + body)
-        answer = self._socket.recv(65536)
-        _, kind, _, number, _ = _HEADER.unpack_from(answer)
-        if number != self._number or kind not in (_RTM_NEWROUTE, _NLMSG_ERROR):
-            raise OSError(errno.EPROTO, "unexpected netlink answer")
+        number = -1
+        while number != self._number:  # an answer that nobody took is not taken for this one
+            answer = self._socket.recv(65536)
+            _, kind, _, number, _ = _HEADER.unpack_from(answer)
         return kind == _RTM_NEWROUTE and _ROUTE.unpack_from(answer, _HEADER.size)[7] == _RTN_UNICAST
 
     def set_size(self, name: str, *, packet_bytes: int, queue_packets: int) -> None:

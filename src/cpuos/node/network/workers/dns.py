@@ -32,12 +32,13 @@ from cpuos.node.network.workers.messages import (
     PolicyChange,
     Start,
 )
+from cpuos.node.network.workers.served import Served
 
 __all__ = ["DnsWorker"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Served:
+class _Forwarding:
     forwarder: SandboxForwarder
     datagrams: DatagramListener
     streams: StreamListener
@@ -54,7 +55,7 @@ class DnsWorker:
     def __init__(self, node: NodeLine) -> None:
         self._node = node
         self._world: World | None = None
-        self._served: dict[str, _Served] = {}
+        self._served: Served[_Forwarding] = Served()
 
     def operations(self) -> list[Operation[Any]]:
         return [
@@ -62,12 +63,11 @@ class DnsWorker:
             Operation(Open, self._open),
             Operation(PolicyChange, self._change),
             Operation(Host, self._host),
-            Operation(Close, self._shut),
+            Operation(Close, self._served.shut),
         ]
 
     async def close(self) -> None:
-        for sandbox in list(self._served):
-            await self._forget(sandbox)
+        await self._served.close()
         if self._world is not None:
             self._world.feed.close()
 
@@ -86,7 +86,7 @@ class DnsWorker:
 
     async def _open(self, message: Open, descriptors: Descriptors) -> None:
         world = self._require_world()
-        await self._forget(message.sandbox)
+        await self._served.forget(message.sandbox)
         datagrams, streams = descriptors.take_socket(), descriptors.take_socket()
         if (datagrams.type, streams.type) != (socket.SOCK_DGRAM, socket.SOCK_STREAM):
             datagrams.close()
@@ -94,11 +94,12 @@ class DnsWorker:
             raise Breach("a UDP socket and a listening TCP socket are needed")
         forwarder = SandboxForwarder(message.sandbox, message.policy, world=world, exemptions=message.exemptions)
         forwarder.take_over((row.name, row.address, row.ttl_s) for row in message.learned)
-        self._served[message.sandbox] = _Served(
+        forwarding = _Forwarding(
             forwarder=forwarder,
             datagrams=DatagramListener(datagrams, forwarder),
             streams=StreamListener(streams, forwarder, most=world.limits.streams),
         )
+        self._served.put(message.sandbox, forwarding)
 
     async def _change(self, message: PolicyChange, descriptors: Descriptors) -> Learned:
         served = self._served.get(message.sandbox)
@@ -108,16 +109,8 @@ class DnsWorker:
     async def _host(self, message: Host, descriptors: Descriptors) -> None:
         world = self._require_world()
         world.host_addresses, world.reach = frozenset(message.host_addresses), tuple(message.reach)
-        for served in self._served.values():
+        for served in self._served.all():
             served.forwarder.forget_answers()
-
-    async def _shut(self, message: Close, descriptors: Descriptors) -> None:
-        await self._forget(message.sandbox)
-
-    async def _forget(self, sandbox: str) -> None:
-        served = self._served.pop(sandbox, None)
-        if served is not None:
-            await served.close()
 
     async def _learn(self, sandbox: str, name: str, addresses: Sequence[tuple[IPv4Address, int]]) -> None:
         rows = [LearnedAddress(address=address, ttl_s=ttl_s) for address, ttl_s in addresses]

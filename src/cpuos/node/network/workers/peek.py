@@ -15,6 +15,7 @@ from cpuos.node.network.workers.base import NodeLine, run_worker
 from cpuos.node.network.workers.calls import Done, Operation
 from cpuos.node.network.workers.channel import Breach, Descriptors
 from cpuos.node.network.workers.messages import Close, Host, Open, PolicyChange, Sockets, Start, WantSockets
+from cpuos.node.network.workers.served import Served
 
 __all__ = ["PeekWorker"]
 
@@ -23,7 +24,7 @@ class PeekWorker:
     def __init__(self, node: NodeLine) -> None:
         self._node = node
         self._world: PeekWorld | None = None
-        self._served: dict[str, PeekedSandbox] = {}
+        self._served: Served[PeekedSandbox] = Served()
 
     def operations(self) -> list[Operation[Any]]:
         return [
@@ -32,12 +33,11 @@ class PeekWorker:
             Operation(PolicyChange, self._change),
             Operation(Sockets, self._take_sockets),
             Operation(Host, self._host),
-            Operation(Close, self._shut),
+            Operation(Close, self._served.shut),
         ]
 
     async def close(self) -> None:
-        for sandbox in list(self._served):
-            await self._forget(sandbox)
+        await self._served.close()
         if self._world is not None:
             self._world.feed.close()
 
@@ -50,14 +50,13 @@ class PeekWorker:
     async def _open(self, message: Open, descriptors: Descriptors) -> None:
         if self._world is None:
             raise Breach("an open came before the start")
-        await self._forget(message.sandbox)
+        await self._served.forget(message.sandbox)
         listener = descriptors.take_socket()
         if listener.type != socket.SOCK_STREAM:
             listener.close()
             raise Breach("a listening TCP socket is needed")
-        self._served[message.sandbox] = PeekedSandbox(
-            message.sandbox, message.policy, listener=listener, world=self._world
-        )
+        peeked = PeekedSandbox(message.sandbox, message.policy, listener=listener, world=self._world)
+        self._served.put(message.sandbox, peeked)
 
     async def _change(self, message: PolicyChange, descriptors: Descriptors) -> None:
         served = self._served.get(message.sandbox)
@@ -71,14 +70,6 @@ class PeekWorker:
 
     async def _host(self, message: Host, descriptors: Descriptors) -> None:
         """Addresses are the kernel's: the sockets are made where its rules hold."""
-
-    async def _shut(self, message: Close, descriptors: Descriptors) -> None:
-        await self._forget(message.sandbox)
-
-    async def _forget(self, sandbox: str) -> None:
-        served = self._served.pop(sandbox, None)
-        if served is not None:
-            await served.close()
 
     async def _order(self, sandbox: str, count: int) -> None:
         await self._node.ask(WantSockets(sandbox=sandbox, count=count), answer=Done)
