@@ -14,6 +14,7 @@ from cpuos.client._sync.network import NetworkAccess, SandboxAudit, WorkspaceAcc
 from cpuos.client._sync.ports import Ports
 from cpuos.client._sync.pty import Pty
 from cpuos.errors import CommandFailed, CpuosError
+from cpuos.types.limits import ReachedLimit
 from cpuos.types.network import Connection, RefusedConnection, SandboxNetwork, WorkspaceNetwork
 from cpuos.types.template import TemplateInfo
 
@@ -41,6 +42,7 @@ _CLASSES: tuple[tuple[type[Any], str], ...] = (
     (Job, "`sandbox.spawn()`, `sandbox.commands.get(ID)`"),
     (Result, "`sandbox.exec()`, `job.wait()`, `shell.run()`"),
     (RefusedConnection, "`result.refused_connections`"),
+    (ReachedLimit, "`result.limit_reached`; every limit: [limits](limits.md)"),
     (Files, "`sandbox.files`"),
     (TransferReport, "`sandbox.files.upload()`, `sandbox.files.download()`"),
     (Network, "`Sandbox.create(network=Network(…))`, `sandbox.network.update(Network(…))`"),
