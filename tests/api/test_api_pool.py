@@ -144,3 +144,14 @@ async def test_one_that_was_given_up_meanwhile_is_reached_anew(server: Server, o
     assert (made["id"], made["started_from"], made["state"]) == (FIRST, "cold", "running")
     assert FIRST in gateway.forgotten
     assert gateway.attached == {FIRST: 1}
+
+
+async def test_one_that_another_server_was_given_is_left_to_it(server: Server, offer: Offer) -> None:
+    await offer(ready(FIRST))
+    theirs = await server.created()
+    server.plane.scheduler._ready._picked.clear()  # as another server, which has not heard of it
+    server.plane.scheduler.release(FIRST)
+    await offer(ready(FIRST), ready(SECOND))
+    made = await server.created()
+    assert (theirs["id"], made["id"], made["started_from"]) == (FIRST, SECOND, "pool")
+    assert (await server.get(FIRST))["state"] == "running"

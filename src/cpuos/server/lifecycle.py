@@ -45,6 +45,10 @@ EMULATED_FACTOR = 3
 """So much longer a guest may take to come up whose every instruction is translated."""
 
 
+class _IdTaken(Exception):
+    """Another server was given the same ready sandbox, and has it on record."""
+
+
 class Lifecycle:
     def __init__(
         self,
@@ -102,18 +106,23 @@ class Lifecycle:
         sandbox_id = new_id()
         placement = await self._reserve(sandbox_id, demand_of_request(request, meaning.on_node, origin=origin))
         sandbox_id = placement.ready or sandbox_id
-        async with self._at_work(sandbox_id) as (creation, undo):
-            row = await self._insert(
-                sandbox_id,
-                request,
-                placement=placement,
-                meaning=meaning,
-                workspace=workspace,
-                actor=actor,
-                intent=intent,
-            )
-            begun(sandbox_id)
-            return await self._make(row, origin=origin, creation=creation, undo=undo, ready=placement.ready is not None)
+        try:
+            async with self._at_work(sandbox_id) as (creation, undo):
+                row = await self._insert(
+                    sandbox_id,
+                    request,
+                    placement=placement,
+                    meaning=meaning,
+                    workspace=workspace,
+                    actor=actor,
+                    intent=intent,
+                )
+                begun(sandbox_id)
+                ready = placement.ready is not None
+                return await self._make(row, origin=origin, creation=creation, undo=undo, ready=ready)
+        except _IdTaken:
+            who = {"workspace": workspace, "actor": actor, "intent": intent}
+            return await self.create(request, **who, begun=begun, origin=origin, meaning=meaning)
 
     async def recreate(self, row: Row[Any], demand: Demand, *, origin: Row[Any], begin: Begin) -> Row[Any]:
         """A lost one runs again, from what `origin` kept of it; or an error and it is lost as before. `begin` writes
@@ -318,6 +327,9 @@ class Lifecycle:
                 await self._quotas.check_sandboxes(connection, workspace)
                 return await insert_sandbox(connection, values)
         except IntegrityError as error:
+            if await self._is_on_record(sandbox_id):
+                self._scheduler.commit(sandbox_id)  # it is not given back: it is another's
+                raise _IdTaken from error
             raise Conflict(
                 f"cannot create sandbox: the name {request.name!r} is taken",
                 "another live sandbox of this workspace has it",
@@ -453,6 +465,10 @@ class Lifecycle:
     async def _set_gateway_stage(self, row: Row[Any], stage: str) -> None:
         async with self._database.write() as connection:
             await update_fields(connection, row, gateway_stage=stage)
+
+    async def _is_on_record(self, sandbox_id: str) -> bool:
+        async with self._database.read() as connection:
+            return await row_of(connection, sandbox_id) is not None
 
     async def _reload(self, row: Row[Any]) -> Row[Any]:
         async with self._database.read() as connection:
