@@ -11,10 +11,9 @@ import (
 )
 
 const (
-	pipeBytes  = 1 << 20
-	readBytes  = 512 << 10 // at most in one read, so that sending overlaps with reading
-	batchBytes = 64 << 10
-	batchTime  = 500 * time.Microsecond
+	pipeBytes = 1 << 20
+	readBytes = 512 << 10 // at most in one read, so that sending overlaps with reading
+	batchTime = 500 * time.Microsecond
 
 	quietTime = 100 * time.Millisecond // without output after the program's end
 	drainTime = time.Second            // in all, should a child go on writing
@@ -112,18 +111,19 @@ func (c *command) pump(s *stream) {
 		space := c.waitRoom(s)
 		asked := now()
 		n := readInto(raw, space)
-		// A program that writes little and often costs a wake-up each time, more than its bytes: let some gather.
-		switch {
-		case now().Sub(asked) > 4*batchTime:
-			burst = 0
-		case burst < 8:
-			burst++
-		case n > 0 && n < min(len(space), batchBytes):
-			time.Sleep(batchTime)
-		}
+		waited := now().Sub(asked)
 		// Told first: the session sends the bytes while they are copied. They stay where they are until the next read.
 		c.produced(s, n)
 		c.copyOut(s, space[:n])
+		// A program that writes often costs a wake-up each time, more than its bytes: let some gather.
+		switch {
+		case waited > 4*batchTime:
+			burst = 0
+		case burst < 8:
+			burst++
+		case n > 0 && n < len(space):
+			time.Sleep(batchTime)
+		}
 	}
 	if s.copy != nil {
 		s.copy.Close()
