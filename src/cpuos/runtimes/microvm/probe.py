@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from cpuos.errors import CpuosError, SetupRequired
 from cpuos.runtimes.base import Probe
 from cpuos.runtimes.microvm.image import GuestImage, find_image
@@ -31,8 +29,6 @@ from cpuos.runtimes.microvm.vmm import Machine, Vmm
 from cpuos.types.sandbox import Isolation
 
 __all__ = ["KEPT", "Finding", "Prober", "candidates"]
-
-log = structlog.get_logger("cpuos.node")
 
 KEPT = "probe.json"
 KVM_BOOT_S, EMULATED_BOOT_S = 10.0, 40.0
@@ -70,6 +66,11 @@ class Prober:
         self._fresh = fresh
         self._asking = asyncio.Lock()
         self._found: tuple[str, list[Finding]] | None = None
+
+    @property
+    def seen(self) -> list[Finding]:
+        """What was found so far."""
+        return self._found[1] if self._found is not None else []
 
     async def probe(self) -> Probe:
         """The strongest that a guest has answered from."""
@@ -115,7 +116,6 @@ class Prober:
                 works, evidence = await self._boot(vmm)
             except (OSError, CpuosError) as problem:
                 works, evidence = False, str(problem)
-            log.info("microvm probed", vmm=vmm.name, kvm=vmm.kvm, works=works, evidence=evidence)
             findings.append(Finding(vmm=vmm.name, kvm=vmm.kvm, works=works, evidence=evidence))
             if works:
                 break

@@ -71,7 +71,10 @@ class MicrovmRuntime:
         """Guards the choice of a user that no other machine has."""
 
     async def probe(self) -> Probe:
-        return await self._prober.probe()
+        found = await self._prober.probe()
+        for one in self._prober.seen:
+            log.info("microvm probed", vmm=one.vmm, kvm=one.kvm, works=one.works, evidence=one.evidence)
+        return found
 
     async def start(self, spec: SandboxSpec, *, root: Path | None = None) -> Process:
         try:
