@@ -10,7 +10,7 @@ from cpuos.node.client import NodeClient
 from cpuos.types.node import NodeFacts
 from cpuos.types.sandbox import Isolation
 
-__all__ = ["Capacity", "CapacityRules", "Demand", "NodeView", "Placement", "Scheduler"]
+__all__ = ["Capacity", "CapacityRules", "Demand", "NodeView", "Placement", "ReadyNews", "Scheduler"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,16 @@ class NodeView:
     reserved: Capacity
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadyNews:
+    """Ids of sandboxes."""
+
+    ready: frozenset[str]
+    """Those included that were given away a moment ago."""
+    taken: frozenset[str]
+    """Not there any more, for they were given away."""
+
+
 class Scheduler(Protocol):
     """Owns the reservations of sandboxes and snapshots. `reserve` and `hold` are one step each: of two callers for the
     last room, one gets it."""
@@ -140,9 +150,8 @@ class Scheduler(Protocol):
         """Hold exactly these committed reservations (key to node and amount), as the records say after a restart."""
         ...
 
-    async def follow_ready(self) -> set[str]:
-        """Hear which sandboxes are ready, those included that were given away a moment ago; returns at the next news,
-        or after some time without any."""
+    async def follow_ready(self) -> ReadyNews:
+        """Hear which sandboxes are ready; returns at the next news, or after some time without any."""
         ...
 
     def nodes(self) -> Sequence[NodeView]: ...

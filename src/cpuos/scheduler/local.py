@@ -9,7 +9,7 @@ from functools import reduce
 
 from cpuos.errors import CpuosError, Unavailable
 from cpuos.node.client import NodeClient
-from cpuos.scheduler.base import Capacity, CapacityRules, Demand, NodeView, Placement
+from cpuos.scheduler.base import Capacity, CapacityRules, Demand, NodeView, Placement, ReadyNews
 from cpuos.scheduler.placement import check_room, place, total_capacity
 from cpuos.scheduler.ready import ReadyStock
 from cpuos.types.node import NodeFacts, PoolFacts
@@ -99,14 +99,13 @@ class LocalScheduler:
         self._reservations = {**pending, **recorded}
         self._reserved = reduce(Capacity.plus, (one.amount for one in self._reservations.values()), Capacity())
 
-    async def follow_ready(self) -> set[str]:
+    async def follow_ready(self) -> ReadyNews:
         try:
             facts = await self._node.pool(self._ready.seq, wait_s=READY_WAIT_S)
         except CpuosError:
             self._ready.note(PoolFacts())  # whatever it had ready, another daemon has to tell of it
             raise
-        self._ready.note(facts)
-        return {ready.id for ready in facts.ready}
+        return self._ready.note(facts)
 
     def nodes(self) -> Sequence[NodeView]:
         if self._facts is None:

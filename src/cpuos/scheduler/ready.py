@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpuos.scheduler.base import Demand, Placement
+from cpuos.scheduler.base import Demand, Placement, ReadyNews
 from cpuos.types.node import PoolFacts, ReadySandbox
 
 __all__ = ["ReadyStock"]
@@ -20,10 +20,13 @@ class ReadyStock:
     def seq(self) -> int:
         return self._facts.seq
 
-    def note(self, facts: PoolFacts) -> None:
+    def note(self, facts: PoolFacts) -> ReadyNews:
         """The node's news; without any, nothing is ready."""
         self._facts = facts
-        self._picked &= {ready.id for ready in facts.ready}
+        ready = frozenset(one.id for one in facts.ready)
+        taken = frozenset(self._picked - ready)
+        self._picked -= taken
+        return ReadyNews(ready=ready, taken=taken)
 
     def pick(self, demand: Demand, placement: Placement) -> str | None:
         """The id of one that will do; nobody else gets it."""

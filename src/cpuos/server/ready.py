@@ -37,12 +37,12 @@ class ReadySandboxes:
 
     async def follow(self) -> None:
         """Wait for news, and bring the gateway to what is new and away from what is gone."""
-        ready = await self._scheduler.follow_ready()
+        news = await self._scheduler.follow_ready()
         if not self._tidied:
-            await self._forget({*await self._gateway.activity()} - ready)  # an earlier server's
+            await self._forget({*await self._gateway.activity()} - news.ready)  # an earlier server's
             self._tidied = True
-        gone, new = self._met - ready, ready - self._met
-        self._met = ready
+        gone, new = self._met - news.ready - news.taken, news.ready - self._met
+        self._met = {*news.ready}
         if gone:
             self._tasks.start(self._forget(gone))
         for sandbox_id in new:

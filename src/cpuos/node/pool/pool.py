@@ -38,6 +38,8 @@ log = structlog.get_logger("cpuos.node")
 _UNIT_BYTES = 64 << 20
 _CLOSE_S = 4.0
 SNAPSHOT_LASTS_S = 5.0
+NEWS_S = 0.03
+"""Of a burst of creates one word is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,7 @@ class Pool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
+                    await asyncio.sleep(NEWS_S)
         return self.facts()
 
     # taking
