@@ -110,6 +110,9 @@ class FakeNode:
         """Verb to the gate that its calls pass first."""
         self._news = asyncio.Condition()
 
+    async def delete_pack(self, image: str) -> None:
+        return
+
     async def storage(self) -> NodeStorage:
         volume = VolumeFacts(full=False, total_bytes=1 << 40, free_bytes=1 << 40, ballast_bytes=0)
         return NodeStorage(node="node-1", volume=volume, reflink=False, items=[])

@@ -140,6 +140,10 @@ class Settings(BaseSettings):
     """Size of all templates that a workspace has built."""
     workspace_layers_mib: int = Field(8192, ge=0)
     """Size of what is kept of the steps of a workspace's builds, for later builds; 0: nothing."""
+    pack_max_mib: int = Field(65536, ge=1)
+    """Size of a data pack."""
+    workspace_packs_mib: int = Field(262144, ge=1)
+    """Size of all data packs of a workspace."""
     output_head_bytes: int = Field(128 << 20, ge=1 << 10)
     """Recorded bytes kept from the start of each output stream."""
     output_tail_bytes: int = Field(128 << 20, ge=1 << 10)

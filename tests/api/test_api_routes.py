@@ -19,8 +19,8 @@ from cpuos.server.routes.table import ROUTES
 
 # Without a key. Only ever shrinks.
 OPEN_ROUTES = {"GET /v1/health"}
-# They need a build to be there: see test_api_templates.py.
-OF_BUILDS = {"create_build", "update_build", "delete_build", "delete_template"}
+# They need a build to be there (see test_api_templates.py), or a guest that packs (see test_data_packs.py).
+OF_BUILDS = {"create_build", "update_build", "delete_build", "delete_template", "create_pack", "delete_pack"}
 READING = {"GET", "HEAD", "OPTIONS"}
 BODIES = {
     "create_sandbox": {},
@@ -33,6 +33,7 @@ BODIES = {
     "update_sandbox_network": {"mode": "off"},
     "update_workspace_network": {"mode": "internet"},
     "prune_storage": {},
+    "create_pack": {"name": "data"},
 }
 NOT_FOUND = {"sandboxes": "sandbox_not_found", "snapshots": "snapshot_not_found"}
 VERBS = {"create", "get", "list", "update", "delete", "pause", "resume", "fork", "prune"}

@@ -51,6 +51,9 @@ def create(
         typer.Option("--allow", help="Reach only this: *.example.com, 1.2.3.0/24:443; may be repeated."),
     ] = None,
     deny: Annotated[list[str] | None, typer.Option("--deny", help="Never reach this; may be repeated.")] = None,
+    pack: Annotated[
+        list[str] | None, typer.Option("--pack", help="PATH=NAME: have a data pack there; may be repeated.")
+    ] = None,
     runtime: Annotated[str | None, typer.Option(help="gvisor, microvm, or auto (default): the strongest.")] = None,
     min_isolation: Annotated[str | None, typer.Option(help="Refuse less than: microvm, gvisor, emulated.")] = None,
     allow_emulated: Annotated[
@@ -82,6 +85,7 @@ def create(
         "labels": parse_pairs(label, option="--label"),
         "task": task,
         "network": read_network(network, allow=allow, deny=deny, command="cpuos create"),
+        "packs": parse_pairs(pack, option="--pack"),
         "runtime": runtime,
         "min_isolation": min_isolation,
         "allow_emulated": allow_emulated or None,

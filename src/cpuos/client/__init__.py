@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cpuos.client._async.client import AsyncClient
     from cpuos.client._async.job import AsyncJob
+    from cpuos.client._async.pack import AsyncDataPack
     from cpuos.client._async.sandbox import AsyncSandbox
     from cpuos.client._async.shell import AsyncShell
     from cpuos.client._async.snapshot import AsyncSnapshot
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from cpuos.client._stdin import PIPE
     from cpuos.client._sync.client import Client
     from cpuos.client._sync.job import Job
+    from cpuos.client._sync.pack import DataPack
     from cpuos.client._sync.sandbox import Sandbox
     from cpuos.client._sync.shell import Shell
     from cpuos.client._sync.snapshot import Snapshot
@@ -26,12 +28,14 @@ if TYPE_CHECKING:
 __all__ = [
     "PIPE",
     "AsyncClient",
+    "AsyncDataPack",
     "AsyncJob",
     "AsyncSandbox",
     "AsyncShell",
     "AsyncSnapshot",
     "AsyncTemplate",
     "Client",
+    "DataPack",
     "Job",
     "Network",
     "Result",
@@ -45,12 +49,14 @@ __all__ = [
 _HOMES = {
     "PIPE": "_stdin",
     "AsyncClient": "_async.client",
+    "AsyncDataPack": "_async.pack",
     "AsyncJob": "_async.job",
     "AsyncSandbox": "_async.sandbox",
     "AsyncShell": "_async.shell",
     "AsyncSnapshot": "_async.snapshot",
     "AsyncTemplate": "_async.template",
     "Client": "_sync.client",
+    "DataPack": "_sync.pack",
     "Job": "_sync.job",
     "Network": "network",
     "Result": "result",

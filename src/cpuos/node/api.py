@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from cpuos.errors import Conflict, CpuosError, InvalidRequest, LimitReached, NotFound, PlatformError
 from cpuos.node.facts import NodeFactsReader
+from cpuos.node.packs import PackStore
 from cpuos.node.service import NodeService
 from cpuos.node.stored import Stored
 from cpuos.node.template_store import TemplateStore
@@ -54,6 +55,7 @@ class _Call:
     service: NodeService
     facts: NodeFactsReader
     store: TemplateStore
+    packs: PackStore
     stored: Stored
 
     @property
@@ -154,6 +156,16 @@ async def _delete_template(call: _Call) -> None:
     await call.store.delete(image)
 
 
+async def _put_pack(call: _Call) -> None:
+    digest = call.request.query_params.get("sha256", "")
+    size, image = int(call.number("size")), call.request.path_params["image"]
+    await call.packs.store.put(image, call.request.stream(), size=size, sha256=digest)
+
+
+async def _delete_pack(call: _Call) -> None:
+    await call.service.delete_pack(call.request.path_params["image"])
+
+
 async def _get_storage(call: _Call) -> BaseModel:
     return await call.stored.report()
 
@@ -196,6 +208,8 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("DELETE", "/v1/snapshots/{snapshot}", _delete_snapshot),
     ("PUT", "/v1/templates/{image}", _put_template),
     ("DELETE", "/v1/templates/{image}", _delete_template),
+    ("PUT", "/v1/packs/{image}", _put_pack),
+    ("DELETE", "/v1/packs/{image}", _delete_pack),
     ("GET", "/v1/storage", _get_storage),
     ("POST", "/v1/storage/prune", _prune),
     ("GET", "/v1/changes", _get_changes),
@@ -204,13 +218,15 @@ ROUTES: list[tuple[str, str, Handler]] = [
 ]
 
 
-def create_api(service: NodeService, facts: NodeFactsReader, store: TemplateStore, *, stored: Stored) -> Starlette:
+def create_api(
+    service: NodeService, facts: NodeFactsReader, store: TemplateStore, *, packs: PackStore, stored: Stored
+) -> Starlette:
     """The application; who may connect is checked by the protocol class in front of it."""
 
     def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             return await _answer(
-                handler, _Call(request=request, service=service, facts=facts, store=store, stored=stored)
+                handler, _Call(request=request, service=service, facts=facts, store=store, packs=packs, stored=stored)
             )
 
         return answer

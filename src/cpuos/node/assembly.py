@@ -50,7 +50,7 @@ class Assembly:
         self.images = images
         workdirs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def spec_of(self, record: Record, *, template_image: Path) -> SandboxSpec:
+    def spec_of(self, record: Record, *, template_image: Path, packs: tuple[tuple[str, Path], ...] = ()) -> SandboxSpec:
         request = record.request
         return SandboxSpec(
             id=record.id,
@@ -66,6 +66,7 @@ class Assembly:
             netns=self.slots.path(record.id),
             agent=self._workdirs / record.id / AGENT,
             node_public_key=self._node_public_key,
+            packs=packs,
             own_kernel=self._has_own_kernel(request.runtime),
         )
 

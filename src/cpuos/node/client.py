@@ -123,6 +123,14 @@ class NodeClient(Protocol):
         """Idempotent; refused as `snapshot_in_use` while a create reads it."""
         ...
 
+    async def put_pack(self, image: str, *, size: int, sha256: str, content: AsyncIterator[bytes]) -> None:
+        """Keep a data pack; refused unless it has this size and digest."""
+        ...
+
+    async def delete_pack(self, image: str) -> None:
+        """Refused as `pack_in_use` while a sandbox or a snapshot has it; nothing there is fine."""
+        ...
+
     async def storage(self) -> NodeStorage:
         """What takes room there."""
         ...
@@ -222,6 +230,13 @@ class LocalNodeClient:
 
     async def delete_snapshot(self, snapshot: str) -> None:
         await self._call("DELETE", f"/v1/snapshots/{snapshot}")
+
+    async def put_pack(self, image: str, *, size: int, sha256: str, content: AsyncIterator[bytes]) -> None:
+        query = {"size": size, "sha256": sha256}
+        await self._call("PUT", f"/v1/packs/{image}", query=query, content=content, timeout_s=TEMPLATE_S)
+
+    async def delete_pack(self, image: str) -> None:
+        await self._call("DELETE", f"/v1/packs/{image}")
 
     async def storage(self) -> NodeStorage:
         return NodeStorage.model_validate(await self._call("GET", "/v1/storage", timeout_s=MOVE_S))

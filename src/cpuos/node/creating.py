@@ -71,6 +71,7 @@ class Creating:
             digest = self._choose_template(request, saved)
             if self._answers_already(request):  # another call may have come meanwhile
                 return await self.get(request.id)
+            self._check_packs(request, runtime=runtime)
             self._check_room(request)
             ready = await self._pool.claim(request, digest=digest)
             if ready is not None:
@@ -139,6 +140,12 @@ class Creating:
     def _check_room(self, request: NodeSandboxCreate) -> None:
         self._kit.admission.require(f"cannot create sandbox: {request.id}", request)
 
+    def _check_packs(self, request: NodeSandboxCreate, *, runtime: Runtime) -> None:
+        if request.packs and Capability.PACKS not in runtime.capabilities:
+            what = f"cannot create sandbox {request.id} with data packs"
+            raise InvalidRequest(what, f"runtime {runtime.name!r} takes none", details={"field": "packs"})
+        self._kit.packs.require(request.packs.values())
+
     def _reading(self, snapshot: str | None) -> contextlib.AbstractContextManager[None]:
         return self._kit.assembly.images.reading(snapshot) if snapshot is not None else contextlib.nullcontext()
 
@@ -156,7 +163,8 @@ class Creating:
         what = f"cannot create sandbox {request.id} from snapshot {request.snapshot}"
         wanted = {"template": request.template, "disk_mib": request.disk_mib}
         if saved.memory and request.warm:
-            wanted |= {name: getattr(request, name) for name in ("runtime", "cpu", "memory_mib", "max_processes")}
+            fixed = ("runtime", "cpu", "memory_mib", "max_processes", "packs")
+            wanted |= {name: getattr(request, name) for name in fixed}
         for name, value in wanted.items():
             if getattr(saved, name) != value:
                 why = f"its {name} is {getattr(saved, name)!r}, not {value!r}"

@@ -39,6 +39,7 @@ from cpuos.node.listening import listen
 from cpuos.node.logs import configure_logs
 from cpuos.node.network.limits import NetworkLimits
 from cpuos.node.network.network import Network, NetworkConfig
+from cpuos.node.packs import PackStore
 from cpuos.node.peers import checked_protocol
 from cpuos.node.pool import PoolLimits
 from cpuos.node.pressure import read_memory
@@ -82,6 +83,7 @@ class _Node:
     service: NodeService
     facts: NodeFactsReader
     store: TemplateStore
+    packs: PackStore
     stored: Stored
 
 
@@ -186,6 +188,10 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
     )
     volume = Volume(state, ballast=Ballast(state / "ballast", size_bytes=settings.disk_ballast_mib << 20))
     news = GatewayNews(settings.gateway_socket)
+    packs = PackStore(
+        state / "packs", max_bytes=settings.pack_max_mib << 20, reserve_bytes=settings.disk_reserve_mib << 20
+    )
+    packs.store.clear_partial()
     service = NodeService(
         assembly=assembly,
         journal=Journal(state / "journal"),
@@ -196,6 +202,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         rules=_admission_rules(settings),
         short_memory=partial(read_memory, mark_mib=settings.memory_pressure_mib),
         volume=volume,
+        packs=packs,
         halted=news.tell_halted,
         door=news,
         pool=_pool_limits(settings),
@@ -209,9 +216,10 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         runtimes=runtimes,
         admission=service.admission,
         pressure=lambda: service.pressure.facts,
+        packs=packs,
     )
     stored = service.stored(settings, node=facts.name)
-    return _Node(service=service, facts=facts, store=store, stored=stored)
+    return _Node(service=service, facts=facts, store=store, packs=packs, stored=stored)
 
 
 def _admission_rules(settings: Settings) -> AdmissionRules:
@@ -287,7 +295,7 @@ class _Server(uvicorn.Server):
 
 def _server_config(node: _Node, *, allowed_uids: list[int]) -> uvicorn.Config:
     return uvicorn.Config(
-        create_api(node.service, node.facts, node.store, stored=node.stored),
+        create_api(node.service, node.facts, node.store, packs=node.packs, stored=node.stored),
         http=checked_protocol(allowed_uids),
         ws="none",
         lifespan="off",

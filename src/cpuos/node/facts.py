@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cpuos.node import host
 from cpuos.node.admission import Admission
+from cpuos.node.packs import PackStore
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.templates import Templates
 from cpuos.node.volume import Volume
@@ -39,6 +40,7 @@ class NodeFactsReader:
     runtimes: RuntimeTable
     admission: Admission
     pressure: Callable[[], PressureFacts]
+    packs: PackStore
 
     async def read(self) -> NodeFacts:
         return NodeFacts(
@@ -54,4 +56,5 @@ class NodeFactsReader:
             room=self.admission.facts(),
             pressure=self.pressure(),
             volume=self.volume.facts(),
+            packs=self.packs.facts(),
         )

@@ -73,6 +73,8 @@ class Manifest(BaseModel):
     created_at: datetime
     root_at: datetime | None = None
     """When its root was saved, where that was before the rest."""
+    packs: dict[str, str] = {}
+    """Data packs that it had, by where."""
     files: dict[str, int] = {}
     """Size of each file by its path."""
 
@@ -234,6 +236,14 @@ class ImageStore:
     def list(self) -> list[str]:
         """Names of all that are there, whole."""
         return sorted(name for name in os.listdir(self._folder) if _NAME.fullmatch(name) and self.has(name))
+
+    def packs(self) -> set[str]:
+        """All data packs that any image needs. A damaged one counts for what it still says."""
+        found: set[str] = set()
+        for name in self.list():
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                found |= set(json.loads((self.path(name) / "manifest.json").read_bytes()).get("packs", {}).values())
+        return found
 
     def owners(self) -> list[str]:
         """Ids of all sandboxes with an image of their own, or a part of one."""

@@ -92,6 +92,11 @@ class Record(BaseModel):
         """The network policy that is to be in force."""
         return self.network or self.request.network
 
+    @property
+    def packs(self) -> set[str]:
+        """Images of data packs that it has."""
+        return set(self.request.packs.values())
+
     def becomes(self, stage: Stage, **changes: object) -> Record:
         return self.model_copy(update={"stage": stage, **changes})
 

@@ -12,6 +12,7 @@ from cpuos.node.assembly import Assembly
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kept_templates import KeptTemplates
 from cpuos.node.ledger import Ledger
+from cpuos.node.packs import PackStore
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.steps import Checkpoint, Step
 from cpuos.node.volume import Volume
@@ -34,6 +35,7 @@ class Kit:
     boot_id: str
     admission: Admission
     volume: Volume
+    packs: PackStore
 
     @property
     def max_sandboxes(self) -> int:
@@ -47,7 +49,7 @@ class Kit:
 
     def spec_of(self, record: Record) -> SandboxSpec:
         image = self.templates.image(record.request.template, digest=record.template_digest)
-        return self.assembly.spec_of(record, template_image=image)
+        return self.assembly.spec_of(record, template_image=image, packs=self.packs.mounts(record.request.packs))
 
     def held_room(self) -> int:
         """How many sandboxes count against `max_sandboxes`: those that have more than files here, and that somebody

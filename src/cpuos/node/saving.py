@@ -40,6 +40,7 @@ def manifest_of(record: Record, *, name: str, runtime: Runtime, now: datetime, f
         disk_mib=request.disk_mib,
         max_processes=request.max_processes,
         policy=record.policy,
+        packs=request.packs,
         created_at=now,
     )
 

@@ -3,6 +3,7 @@ starts or ends."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from cpuos.node.kit import Kit
 from cpuos.node.ledger import Ledger, facts_of
 from cpuos.node.limits import read_limits
 from cpuos.node.lives import Lives
+from cpuos.node.packs import PackStore
 from cpuos.node.pausing import Pausing
 from cpuos.node.pool import Pool, PoolLimits
 from cpuos.node.pressure import PressureWatch, ShortMemory, read_memory
@@ -74,6 +76,7 @@ class NodeService:
         rules: AdmissionRules,
         short_memory: Callable[[], ShortMemory] = read_memory,
         volume: Volume,
+        packs: PackStore,
         halted: Tell = lambda sandbox_id, halted: None,
         pool: PoolLimits | None = None,
         root_interval_s: float = 0,
@@ -95,6 +98,7 @@ class NodeService:
             boot_id=boot_id,
             admission=Admission(self.ledger.all, runtimes=runtimes, volume=volume, rules=rules),
             volume=volume,
+            packs=packs,
         )
         self._volume_watch = VolumeWatch(volume, ledger=self.ledger, runtimes=runtimes, tell=halted)
         self._lives = Lives(self._kit)
@@ -173,6 +177,12 @@ class NodeService:
 
     async def delete_snapshot(self, snapshot: str) -> None:
         await self.ledger.whole(self._snapshots.delete(snapshot))
+
+    async def delete_pack(self, image: str) -> None:
+        """Refused while a sandbox or an image of one has it."""
+        saved = await asyncio.to_thread(self._assembly.images.packs)
+        used = {pack for record in self.ledger.all() if record.stage is not Stage.GONE for pack in record.packs}
+        await self._kit.packs.delete(image, used=used | saved)
 
     async def stats(self, sandbox_id: str) -> SandboxStats:
         record = self.ledger.running(sandbox_id)

@@ -154,6 +154,7 @@ def _templates(count: _Counter, settings: Settings) -> Iterator[StorageItem]:
     for kind, home in (
         (StorageKind.TEMPLATE, settings.template_dir),
         (StorageKind.BUILT, settings.node_state_dir / "templates"),
+        (StorageKind.PACK, settings.node_state_dir / "packs"),
     ):
         for folder in _entries(home):
             yield StorageItem(kind=kind, name=folder.name, **count.measure(folder))

@@ -21,8 +21,18 @@ __all__ = ["TemplateStore"]
 class TemplateStore:
     """A folder of folders; each appears whole or not at all."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, reserve_bytes: int) -> None:
-        """`reserve_bytes` of the volume stay free whatever comes."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        reserve_bytes: int,
+        pattern: str = BUILT_IMAGE_PATTERN,
+        noun: str = "template image",
+    ) -> None:
+        """`reserve_bytes` of the volume stay free whatever comes; `pattern` is that of names."""
+        self._pattern = pattern
+        self._noun = noun
         self._folder = folder
         self._max_bytes = max_bytes
         self._reserve_bytes = reserve_bytes
@@ -32,12 +42,12 @@ class TemplateStore:
         target = self._target(image)
         if not 0 < size <= self._max_bytes:
             raise LimitReached(
-                f"cannot keep template image {image}: it has {size} bytes",
+                f"cannot keep {self._noun} {image}: it has {size} bytes",
                 f"this node takes up to {self._max_bytes}",
                 details={"limit": "template_size", "max": self._max_bytes},
             )
         if target.exists():
-            raise Conflict(f"cannot keep template image {image}", "there is one of that name")
+            raise Conflict(f"cannot keep {self._noun} {image}", "there is one of that name")
         await asyncio.to_thread(self._check_room, image, size)
         partial = self._folder / f".{image}.{secrets.token_hex(4)}"
         partial.mkdir(mode=0o700)
@@ -61,7 +71,7 @@ class TemplateStore:
     def clear_partial(self) -> None:
         """Remove what a daemon that was killed left; at the start, when nothing is being received."""
         if self._folder.is_dir():
-            for folder in self._folder.glob(".built-*"):
+            for folder in self._folder.glob(".*-*"):
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def _receive(self, path: Path, content: AsyncIterator[bytes], *, image: str, size: int, sha256: str) -> None:
@@ -75,22 +85,22 @@ class TemplateStore:
             await asyncio.to_thread(os.fsync, file.fileno())
         if received != size or digest.hexdigest() != sha256:
             why = f"{received} bytes of {size} came" if received != size else "the digest is another"
-            raise InvalidRequest(f"cannot keep template image {image}: it is not what was announced", why)
+            raise InvalidRequest(f"cannot keep {self._noun} {image}: it is not what was announced", why)
 
     def _check_room(self, image: str, size: int) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(self._folder).free
         if free - size < self._reserve_bytes:
             raise LimitReached(
-                f"cannot keep template image {image}: the node's disk has no room",
+                f"cannot keep {self._noun} {image}: the node's disk has no room",
                 f"{size >> 20} MiB asked, {max(0, free - self._reserve_bytes) >> 20} MiB free",
                 code="disk_full",
                 hint="cpuos template rm NAME",
             )
 
     def _target(self, image: str) -> Path:
-        if re.match(BUILT_IMAGE_PATTERN, image) is None:
-            raise InvalidRequest(f"cannot use template image {image!r}", "its name is not one of a build's")
+        if re.match(self._pattern, image) is None:
+            raise InvalidRequest(f"cannot use {self._noun} {image!r}", "that is not how one is called here")
         return self._folder / image
 
 

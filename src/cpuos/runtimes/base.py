@@ -29,6 +29,8 @@ class Capability(StrEnum):
     SNAPSHOT = "snapshot"
     FILESYSTEM_CHECKPOINT = "filesystem_checkpoint"
     TRACE = "trace"
+    PACKS = "packs"
+    """Read-only images at paths of the sandbox, from its start on."""
     OWN_KERNEL = "own_kernel"
     """Its guests have a kernel of their own: they get the disk as images that the host never mounts again, and the
     network as a tap."""
@@ -71,6 +73,8 @@ class SandboxSpec:
     """Folder with the static guest agent `cpuos-agent`, given to the guest read only."""
     node_public_key: bytes
     """Raw Ed25519 key (32 bytes): all that the guest ever holds."""
+    packs: tuple[tuple[str, Path], ...] = ()
+    """With Capability.PACKS: where in the sandbox, and the EROFS image that lies there; shared, read only."""
     own_kernel: bool = False
     """Capability.OWN_KERNEL: disk and network are of that kind."""
     idly: bool = False

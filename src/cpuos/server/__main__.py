@@ -32,6 +32,7 @@ from cpuos.server.db.database import Database
 from cpuos.server.db.migrate import upgrade_database
 from cpuos.server.first_start import make_first_key, make_key, write_first_key
 from cpuos.server.gateway import LocalGatewayControl
+from cpuos.server.packs import PackRules
 from cpuos.server.tickets import load_ticket_key, publish_public_key
 from cpuos.settings import Settings, load_settings, publish_endpoint, read_endpoint
 from cpuos.types.exceptions import parse_exceptions
@@ -122,6 +123,7 @@ def _options(settings: Settings) -> ServerOptions:
         template_max_mib=settings.template_max_mib,
         workspace_templates_mib=settings.workspace_templates_mib,
         workspace_layers_mib=settings.workspace_layers_mib,
+        packs=PackRules(max_mib=settings.pack_max_mib, workspace_mib=settings.workspace_packs_mib),
         capacity=CapacityRules(
             allow_emulated=settings.allow_emulated,
             cpu_overcommit=settings.cpu_overcommit,

@@ -45,7 +45,9 @@ def demand_of_request(request: SandboxCreate, template: str, *, origin: Row[Any]
         node=None if origin is None else origin.node,
         max_processes=request.max_processes,
         # Its host name is its id then: that of a ready one is fixed.
-        for_anyone=request.name is None and (origin is None or origin.memory),
+        for_anyone=request.name is None
+        and not request.packs
+        and (origin is None or (origin.memory and not origin.packs)),
         snapshot=None if origin is None else origin.id,
     )
 
@@ -84,6 +86,7 @@ def node_request(row: Row[Any], policy: EffectivePolicy, *, origin: Row[Any] | N
         network=policy,
         snapshot=None if origin is None else origin.id,
         warm=origin is None or origin.memory,
+        packs={path: pack["image"] for path, pack in row.packs.items()},
         root_interval_s=row.root_checkpoint_interval_s,
     )
 

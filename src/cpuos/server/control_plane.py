@@ -34,6 +34,7 @@ from cpuos.server.idempotency import Idempotency
 from cpuos.server.journal import JournalIngest
 from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
+from cpuos.server.packs import PackRules, Packs
 from cpuos.server.pausing import Pausing
 from cpuos.server.policies import AllowAll, Policy
 from cpuos.server.quotas import Quotas
@@ -76,6 +77,7 @@ class ServerOptions:
     template_max_mib: int = 8192
     workspace_templates_mib: int = 65536
     workspace_layers_mib: int = 8192
+    packs: PackRules = field(default_factory=PackRules)
     capacity: CapacityRules = field(default_factory=CapacityRules)
     create_deadline_s: float = 120.0
     """A sandbox that is not running by then is failed."""
@@ -113,6 +115,7 @@ class ControlPlane:
     recreating: Recreating
     networks: Networks
     templates: TemplateNames
+    packs: Packs
     builder: Builder
     reconciler: Reconciler
     guard: Guard
@@ -240,6 +243,7 @@ class _Verbs:
     snapshots: Snapshots
     recreating: Recreating
     templates: TemplateNames
+    packs: Packs
     tickets: TicketSigner
     builder: Builder
 
@@ -271,6 +275,7 @@ async def _wire(
         ready=ReadySandboxes(database, scheduler=scheduler, gateway=gateway, lifecycle=verbs.lifecycle, tasks=tasks),
         wakes=Wakes(database=database, gateway=gateway, pausing=verbs.pausing, tasks=tasks, clock=clock),
         snapshots=verbs.snapshots,
+        packs=verbs.packs,
         networks=networks,
         journal=JournalIngest(database, gateway),
         connections=_connections(options, database, records, clock),
@@ -302,6 +307,7 @@ async def _wire(
         recreating=verbs.recreating,
         networks=networks,
         templates=verbs.templates,
+        packs=verbs.packs,
         builder=verbs.builder,
         reconciler=reconciler,
         guard=_guard(options, database, policy=policy, idempotency=idempotency, **shared),
@@ -322,12 +328,16 @@ def _verbs(
     clock: Clock,
 ) -> _Verbs:
     templates = TemplateNames(database, scheduler)
+    tickets = TicketSigner(load_ticket_key(options.ticket_key), clock)
+    gate = Gate(tickets, lambda: options.inner_data_url() or options.data_url() or "")
+    packs = Packs(database=database, scheduler=scheduler, gate=gate, rules=options.packs, clock=clock)
     lifecycle = Lifecycle(
         database=database,
         scheduler=scheduler,
         gateway=gateway,
         networks=networks,
         templates=templates,
+        packs=packs,
         audit=audit,
         quotas=quotas,
         tasks=tasks,
@@ -350,10 +360,9 @@ def _verbs(
     snapshots = Snapshots(**parts, pausing=pausing, tasks=tasks, clock=clock)
     recreating = Recreating(**parts, snapshots=snapshots, tasks=tasks, clock=clock)
     lifecycle.rescue_by(snapshots.rescue)
-    tickets = TicketSigner(load_ticket_key(options.ticket_key), clock)
     common = {"scheduler": scheduler, "networks": networks, "tasks": tasks, "clock": clock}
     builder = _builder(
-        options, database, lifecycle=lifecycle, names=templates, snapshots=snapshots, tickets=tickets, **common
+        options, database, lifecycle=lifecycle, names=templates, snapshots=snapshots, gate=gate, **common
     )
     return _Verbs(
         lifecycle=lifecycle,
@@ -361,6 +370,7 @@ def _verbs(
         snapshots=snapshots,
         recreating=recreating,
         templates=templates,
+        packs=packs,
         tickets=tickets,
         builder=builder,
     )
@@ -373,7 +383,7 @@ def _builder(
     lifecycle: Lifecycle,
     names: TemplateNames,
     snapshots: Snapshots,
-    tickets: TicketSigner,
+    gate: Gate,
     **common: Any,
 ) -> Builder:
     layers = Layers(
@@ -384,7 +394,7 @@ def _builder(
         lifecycle=lifecycle,
         names=names,
         layers=layers,
-        gate=Gate(tickets, lambda: options.inner_data_url() or options.data_url() or ""),
+        gate=gate,
         max_mib=options.template_max_mib,
         workspace_mib=options.workspace_templates_mib,
         **common,

@@ -28,6 +28,7 @@ from cpuos.server.decide import session_over
 from cpuos.server.gateway import GatewayControl
 from cpuos.server.losses import given_up, recreated
 from cpuos.server.network import Networks
+from cpuos.server.packs import Packs
 from cpuos.server.quotas import Quotas
 from cpuos.server.states import Verb, next_state, sources, unusable
 from cpuos.server.tasks import Tasks
@@ -58,6 +59,7 @@ class Lifecycle:
         gateway: GatewayControl,
         networks: Networks,
         templates: TemplateNames,
+        packs: Packs,
         audit: Audit,
         quotas: Quotas,
         tasks: Tasks,
@@ -70,6 +72,7 @@ class Lifecycle:
         self._gateway = gateway
         self._networks = networks
         self._templates = templates
+        self._packs = packs
         self._audit = audit
         self._quotas = quotas
         self._tasks = tasks
@@ -103,6 +106,9 @@ class Lifecycle:
         """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record; `origin` is
         the snapshot that it begins with, `meaning` the image of its template where that has no name yet."""
         meaning = meaning or await self._templates.resolve(workspace, request.template, origin=origin)
+        packs = origin.packs if origin is not None and not request.packs else {}
+        if request.packs:
+            packs = await self._packs.resolve(workspace, request.packs)
         sandbox_id = new_id()
         placement = await self._reserve(sandbox_id, demand_of_request(request, meaning.on_node, origin=origin))
         sandbox_id = placement.ready or sandbox_id
@@ -113,6 +119,7 @@ class Lifecycle:
                     request,
                     placement=placement,
                     meaning=meaning,
+                    packs=packs,
                     workspace=workspace,
                     actor=actor,
                     intent=intent,
@@ -296,6 +303,7 @@ class Lifecycle:
         *,
         placement: Placement,
         meaning: Meaning,
+        packs: dict[str, Any],
         workspace: str,
         actor: str,
         intent: int | None,
@@ -305,6 +313,7 @@ class Lifecycle:
         values = {
             **asked,
             "network": request.network.model_dump(mode="json"),
+            "packs": packs,
             "id": sandbox_id,
             "workspace": workspace,
             "state": SandboxState.CREATING.value,

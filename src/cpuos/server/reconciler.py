@@ -33,6 +33,7 @@ from cpuos.server.decide import (
 from cpuos.server.journal import JournalIngest
 from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
+from cpuos.server.packs import Packs
 from cpuos.server.pausing import Pausing
 from cpuos.server.ready import ReadySandboxes
 from cpuos.server.relief import Relief
@@ -67,6 +68,7 @@ class Reconciler:
         ready: ReadySandboxes,
         wakes: Wakes,
         snapshots: Snapshots,
+        packs: Packs,
         networks: Networks,
         journal: JournalIngest,
         connections: ConnectionIngest,
@@ -84,6 +86,7 @@ class Reconciler:
         self._ready = ready
         self._wakes = wakes
         self._snapshots = snapshots
+        self._packs = packs
         self._networks = networks
         self._journal = journal
         self._connections = connections
@@ -131,6 +134,7 @@ class Reconciler:
         facts = await self._scheduler.client(self._node).list()
         await self._apply(facts, listed_at=listed_at)
         await self._snapshots.tidy()
+        await self._packs.tidy()
         await self._settlement.prune()
         await self._connections.prune()
 

@@ -408,7 +408,7 @@ def _filled(request: SandboxCreate, origin: Row[Any]) -> SandboxCreate:
 
 def _values(row: Row[Any], snapshot_id: str) -> dict[str, Any]:
     """What a snapshot has of its sandbox."""
-    taken = ("workspace", "runtime", "node", "template_digest", "network", "image", "labels", *_SHAPE)
+    taken = ("workspace", "runtime", "node", "template_digest", "network", "image", "labels", "packs", *_SHAPE)
     return {**{name: getattr(row, name) for name in taken}, "id": snapshot_id, "sandbox": row.id}
 
 

@@ -51,6 +51,8 @@ ACTIONS = (
     "node.pressure",
     "node.volume",
     "storage.prune",
+    "pack.create",
+    "pack.delete",
 )
 
 

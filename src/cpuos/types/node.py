@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints
 
 from cpuos.types.base import Answer, Request
 from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
+from cpuos.types.pack import MAX_PACKS, PackFacts, PackImage, PackPath
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation, StartedFrom
 
 __all__ = [
@@ -77,6 +78,8 @@ class NodeSandboxCreate(Request):
     """Begin with what this snapshot holds; template, runtime and sizes must be its own."""
     warm: bool = True
     """With its processes, where the snapshot has them; else only with its files."""
+    packs: dict[PackPath, PackImage] = Field(default_factory=dict, max_length=MAX_PACKS)
+    """What lies where, read only. Processes that were saved go on with exactly what they had."""
     root_interval_s: float | None = Field(None, ge=0)
     """So often what it has outside of /workspace is saved while it runs; 0: never; None: as its node does."""
 
@@ -232,6 +235,7 @@ class NodeFacts(Answer):
     pressure: PressureFacts = Field(default_factory=PressureFacts)
     pool: PoolFacts = Field(default_factory=PoolFacts)
     volume: VolumeFacts | None = None
+    packs: list[PackFacts] = Field(default_factory=list)
 
 
 class SandboxFacts(Answer):

@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints, ValidationInfo, field_validator
 
 from cpuos.types.base import Answer, Request
 from cpuos.types.network import NetworkPolicy
+from cpuos.types.pack import MAX_PACKS, AttachedPack, PackName, PackPath
 
 __all__ = [
     "HOST_RESTARTED",
@@ -131,6 +132,8 @@ class SandboxCreate(Request):
     task: Annotated[str, StringConstraints(max_length=128)] | None = None
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     """What it may reach; the workspace's policy holds beside it."""
+    packs: dict[PackPath, PackName] = Field(default_factory=dict, max_length=MAX_PACKS)
+    """Data packs by where they lie, read only."""
 
     @field_validator("max_processes", mode="before")
     @classmethod
@@ -175,6 +178,8 @@ class Sandbox(Answer):
     started_from: StartedFrom | None = None
     """How it came to be; none while it is being created."""
     labels: dict[str, str] = Field(default_factory=dict)
+    packs: dict[str, AttachedPack] = Field(default_factory=dict)
+    """Data packs that it has, by where they lie."""
     task: str | None = None
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     created_at: datetime

@@ -45,5 +45,5 @@ def shape_of_record(record: Record) -> Shape:
 
 def is_for_anyone(request: NodeSandboxCreate) -> bool:
     """Whether a ready sandbox can stand in for it: the host name is fixed at the start too, and is the id then."""
-    fixed = request.generation == 1 and request.hostname == request.id
+    fixed = request.generation == 1 and request.hostname == request.id and not request.packs
     return fixed and (request.snapshot is None or request.warm)

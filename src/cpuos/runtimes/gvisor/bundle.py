@@ -160,6 +160,11 @@ def _mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
             "source": str(spec.disk / "workspace"),
             "options": ["rw", "rbind"],
         },
+        # The sentry reads these itself, from the file that it is given: the host mounts nothing.
+        *(
+            {"destination": path, "type": "erofs", "source": str(image), "options": ["ro"]}
+            for path, image in spec.packs
+        ),
     ]
 
 

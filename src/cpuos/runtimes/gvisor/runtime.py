@@ -72,7 +72,7 @@ class GvisorRuntime:
     name: ClassVar[str] = "gvisor"
     isolation: ClassVar[Isolation] = Isolation.GVISOR
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.PAUSE, Capability.SNAPSHOT, Capability.FILESYSTEM_CHECKPOINT}
+        {Capability.PAUSE, Capability.SNAPSHOT, Capability.FILESYSTEM_CHECKPOINT, Capability.PACKS}
     )
 
     def __init__(self, host: RuntimeHost) -> None:

@@ -131,6 +131,8 @@ class SandboxRow(Base):
     """What it began with."""
     started_from: Mapped[str | None] = mapped_column(String(8))
     labels: Mapped[dict[str, Any]]
+    packs: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    """`AttachedPack` of each, by where it lies."""
     task: Mapped[str | None] = mapped_column(String(128))
     network: Mapped[dict[str, Any]]
     """Its own `NetworkPolicy`."""
@@ -199,6 +201,8 @@ class SnapshotRow(Base):
     disk_mib: Mapped[int]
     max_processes: Mapped[int]
     labels: Mapped[dict[str, Any]]
+    packs: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    """`AttachedPack` of each, by where it lies."""
     network: Mapped[dict[str, Any]]
     created_by: Mapped[str] = mapped_column(String(63))
     intent: Mapped[int | None]
@@ -339,6 +343,23 @@ class TemplateRow(Base):
     """Of all that went into the build."""
     manifest: Mapped[dict[str, Any]]
     """`TemplateInfo`."""
+
+
+class PackRow(Base):
+    """A name for a data pack on a node."""
+
+    __tablename__ = "packs"
+
+    workspace: Mapped[str] = mapped_column(ForeignKey("workspaces.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    image: Mapped[str] = mapped_column(String(63))
+    """The node's name of it, given once."""
+    node: Mapped[str] = mapped_column(String(63))
+    digest: Mapped[str] = mapped_column(String(80))
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    files: Mapped[int]
+    created_at: Mapped[datetime]
+    created_by: Mapped[str] = mapped_column(String(63))
 
 
 class LayerRow(Base):

@@ -14,6 +14,7 @@ from cpuos.server.routes.network import (
     update_sandbox_network,
     update_workspace_network,
 )
+from cpuos.server.routes.packs import create_pack, delete_pack, get_pack, list_packs
 from cpuos.server.routes.ports import create_port, delete_port, list_ports
 from cpuos.server.routes.sandboxes import (
     ReplayCreate,
@@ -84,6 +85,10 @@ ROUTES: tuple[Route, ...] = (
     Route(method="PATCH",  path="/v1/builds/{build}",         handler=update_build,   permission=P.SANDBOXES_WRITE,  audit="build.update"),
     Route(method="DELETE", path="/v1/builds/{build}",         handler=delete_build,   permission=P.SANDBOXES_WRITE,  audit="build.cancel"),
     Route(method="GET",    path="/v1/nodes",                  handler=list_nodes,     permission=P.NODES_READ),
+    Route(method="POST",   path="/v1/sandboxes/{ref}/packs",  handler=create_pack,    permission=P.SANDBOXES_WRITE,  audit="pack.create", status=201),
+    Route(method="GET",    path="/v1/packs",                  handler=list_packs,     permission=P.SANDBOXES_READ),
+    Route(method="GET",    path="/v1/packs/{name}",           handler=get_pack,       permission=P.SANDBOXES_READ),
+    Route(method="DELETE", path="/v1/packs/{name}",           handler=delete_pack,    permission=P.SANDBOXES_WRITE,  audit="pack.delete"),
     Route(method="GET",    path="/v1/storage",                handler=get_storage,    permission=P.NODES_WRITE),
     Route(method="POST",   path="/v1/storage/prune",          handler=prune_storage,  permission=P.NODES_WRITE,      audit="storage.prune"),
     Route(method="GET",    path="/v1/capacity",               handler=get_capacity,   permission=P.NODES_READ),
