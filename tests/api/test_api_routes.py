@@ -36,7 +36,7 @@ BODIES = {
     "create_pack": {"name": "data"},
 }
 NOT_FOUND = {"sandboxes": "sandbox_not_found", "snapshots": "snapshot_not_found"}
-VERBS = {"create", "get", "list", "update", "delete", "pause", "resume", "fork", "prune"}
+VERBS = {"create", "get", "list", "update", "delete", "pause", "resume", "fork", "prune", "recreate"}
 
 
 def name(route: Route) -> str:

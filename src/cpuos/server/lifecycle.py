@@ -106,9 +106,7 @@ class Lifecycle:
         """A running sandbox, or an error and nothing left of it. `begun` is called when it is on record; `origin` is
         the snapshot that it begins with, `meaning` the image of its template where that has no name yet."""
         meaning = meaning or await self._templates.resolve(workspace, request.template, origin=origin)
-        packs = origin.packs if origin is not None and not request.packs else {}
-        if request.packs:
-            packs = await self._packs.resolve(workspace, request.packs)
+        packs = await self._packs.resolve(workspace, request.packs, origin=origin)
         sandbox_id = new_id()
         placement = await self._reserve(sandbox_id, demand_of_request(request, meaning.on_node, origin=origin))
         sandbox_id = placement.ready or sandbox_id

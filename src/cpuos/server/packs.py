@@ -65,8 +65,13 @@ class Packs:
         self._packer: Packer | None = None
         self._storing: set[str] = set()
 
-    async def resolve(self, workspace: str, packs: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """What these names mean now, as a record keeps it: by where they lie."""
+    async def resolve(
+        self, workspace: str, packs: Mapping[str, str], *, origin: Row[Any] | None = None
+    ) -> dict[str, dict[str, str]]:
+        """What these names mean now, as a record keeps it: by where they lie. Without any, those of the snapshot to
+        begin with."""
+        if not packs:
+            return {} if origin is None else origin.packs
         found = {}
         async with self._database.read() as connection:
             for path, name in sorted(packs.items()):
