@@ -122,6 +122,7 @@ class Lives:
         self._tell_given_up(record.id)
 
     async def remove(self, record: Record) -> None:
+        was_ready = record.stage is Stage.READY
         record = record.becomes(
             Stage.DELETING, exit_reason=record.exit_reason or "it was deleted", changed_at=self._ledger.clock()
         )
@@ -136,6 +137,8 @@ class Lives:
         except Exception as error:
             raise could_not("delete", record.id, error) from error
         self._ledger.changes.publish(facts_of(record))
+        if was_ready:
+            self._tell_given_up(record.id)
         log.info("sandbox deleted", sandbox=record.id, generation=record.generation)
 
     async def _watch(self, record: Record, runtime: Runtime) -> None:

@@ -11,6 +11,7 @@ import pytest
 from cpuos.errors import Conflict, CpuosError, NotFound, PlatformError
 from cpuos.node.journal import Stage
 from cpuos.node.pool.shape import shape_of
+from cpuos.node.recovery import Recovery, decide
 from cpuos.testing.faults import Faults, assert_nothing_left
 from cpuos.testing.node import fake_node, fake_settings, write_fake_template
 from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
@@ -234,3 +235,18 @@ async def test_one_of_a_snapshot_is_for_those_who_ask_for_it(settings, node, ask
     await node.client.delete_snapshot(snapshot)
     with pytest.raises(NotFound):
         await fill(node, asking, snapshot=snapshot)
+
+
+async def test_after_a_reboot_none_is_ready(node, asking):
+    record = node.service.ledger.find(await fill(node, asking))
+    assert decide(record, boot_id=record.boot_id) is Recovery.ADOPT
+    assert decide(record, boot_id="another") is Recovery.UNDO
+
+
+async def test_one_that_was_deleted_is_not_offered(settings, node, asking):
+    ready = await fill(node, asking)
+    seq = (await node.client.pool(0, wait_s=0)).seq
+    await node.client.delete(ready, generation=1)  # as the undo of a create that did not come to the node
+    told = await node.client.pool(seq, wait_s=0)
+    assert (told.ready, told.seq > seq) == ([], True)
+    await assert_nothing_left(settings, node.parts)
