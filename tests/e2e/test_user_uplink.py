@@ -146,7 +146,7 @@ def test_connections_are_recorded_with_their_bytes(sealed, instance):
             over = [port for port, one in found.items() if one.ended_at is not None]
             return found if {8080, 81} <= set(over) else None
 
-        found = wait_until(recorded, within_s=90)
+        found = wait_until(recorded, within_s=150)  # the kernel tells of ends in its own time
         assert (found[8080].verdict, found[8080].address) == ("allowed", addresses.WEB)
         assert found[8080].bytes_received > 3_000_000
         assert 100 < found[8080].bytes_sent < 1_000_000
@@ -179,7 +179,7 @@ def test_killed_it_lets_nothing_out_and_comes_back(sealed, instance):
         instance.kill("node")
         sealed.clear()
         instance.wait_ready()
-        wait_until(lambda: attempt(sandbox, "http", addresses.WEB) == "200")
+        assert attempt(sandbox, "http", addresses.WEB) == "200", "what is sent waits for the process to come up"
         assert attempt(sandbox, "tcp", addresses.METADATA, 80) == "ConnectionRefusedError"
 
 

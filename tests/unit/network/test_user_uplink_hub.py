@@ -242,6 +242,11 @@ def test_a_killed_process_fails_closed_and_the_next_one_heals(sealed, way, slot)
     assert not way.uplink.is_down
 
 
+def test_one_that_has_not_been_started_yet_is_not_down(tmp_path):
+    hub = Hub(tmp_path / "never", instance_id="5ea1ef", uplink="user")
+    assert not UserUplink(hub, exemptions=[], limits=NetworkLimits()).is_down
+
+
 def test_with_the_daemon_it_is_gone_and_programs_hear_it(sealed, way, slot):
     assert slot.connect(addresses.WEB, 80) == "connected"
     way.do(way.uplink.close())

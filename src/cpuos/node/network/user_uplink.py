@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import time
@@ -47,7 +48,7 @@ class UserUplink:
         self._addresses: tuple[IPv4Address, ...] = ()
         self._device = -1
         self._listener: socket.socket | None = None
-        self._served_at = 0.0
+        self._served_at = math.inf
         self._starting: asyncio.Task[None] | None = None
         self.worker = Worker("uplink", start=self._start_call, descriptors=_DESCRIPTORS)
 
@@ -72,6 +73,7 @@ class UserUplink:
 
     @property
     def is_down(self) -> bool:
+        """Not before it was started, or had the time to come up: what is sent then waits for it."""
         if self.worker.is_ready:
             self._served_at = max(self._served_at, time.monotonic())
         return time.monotonic() - self._served_at > DOWN_AFTER_S
