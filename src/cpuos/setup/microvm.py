@@ -75,7 +75,7 @@ def microvm_steps(source: KernelSource) -> list[Step]:
             is_done=partial(_kernel_is_there, source=source),
             run=partial(_fetch_kernel, source=source),
             download_mib=0 if source.kernel else 28,
-            disk_mib=250,
+            disk_mib=110,
             duration_s=15,
         ),
         Step(
@@ -83,7 +83,7 @@ def microvm_steps(source: KernelSource) -> list[Step]:
             plan="makes what microVMs start from: kernel, modules, agent",
             is_done=partial(image_is_current, source=source),
             run=partial(build_image, source=source),
-            disk_mib=70,
+            disk_mib=60,
             duration_s=5,
         ),
         Step(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuos.cli.main import main
 from cpuos.errors import SetupRequired
 from cpuos.settings import load_settings
 from cpuos.setup import initrd
@@ -150,3 +151,8 @@ def test_an_image_is_current_until_one_of_its_parts_changes(tmp_path: Path, monk
     build_image(host, source=source)
     (settings.microvm_dir / "vmlinux").write_bytes(b"another")
     assert not image_is_current(host, source=source)
+
+
+def test_only_microvms_are_set_up_beside_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["setup", "firecracker"]) != 0
+    assert "there is only microvm" in capsys.readouterr().err
