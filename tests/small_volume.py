@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,12 +17,14 @@ VOLUME_MIB = 2048
 
 
 @contextmanager
-def volume(image: Path, place: Path) -> Iterator[None]:
+def volume(
+    image: Path, place: Path, *, mib: int = VOLUME_MIB, mkfs: Sequence[str] = ("mkfs.ext4", "-q", "-F", "-m", "0")
+) -> Iterator[None]:
     """At `place`, which is made for it, in the file `image`."""
     place.mkdir()
     with image.open("wb") as file:
-        file.truncate(VOLUME_MIB << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
+        file.truncate(mib << 20)
+    subprocess.run([*mkfs, image], check=True)
     subprocess.run(["mount", "-o", "loop", image, place], check=True)
     place.chmod(0o755)
     try:

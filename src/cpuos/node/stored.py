@@ -24,6 +24,8 @@ from cpuos.types.storage import NodeStorage, StorageItem, StorageKind
 __all__ = ["Stored"]
 
 _OF_IMAGES = {"pause": StorageKind.PAUSED, "root": StorageKind.ROOT}
+# Of smaller files nobody asks who shares their blocks: caches have very many of them.
+_SMALL = 1 << 20
 # What the daemons of an instance keep beside the node's own folder.
 _FOLDERS = {
     StorageKind.OUTPUT: lambda settings: [settings.gateway_state_dir],
@@ -50,7 +52,7 @@ class _Counter:
                 self.seen.add((status.st_dev, status.st_ino))
                 real += taken
                 try:
-                    shared += shared_bytes(file) if taken else 0
+                    shared += shared_bytes(file) if taken >= _SMALL else 0
                 except OSError:
                     continue  # gone meanwhile
         return {"apparent_bytes": apparent, "real_bytes": real, "shared_bytes": shared}

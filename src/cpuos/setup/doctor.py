@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import platform
 import shutil
@@ -30,6 +31,7 @@ __all__ = ["Check", "CheckState", "doctor", "doctor_lines"]
 
 MINIMUM_FREE_MIB = 4096
 MINIMUM_MEMORY_MIB = 2048
+_FICLONE = 0x40049409  # linux/fs.h
 
 
 def doctor(settings: Settings | None = None, *, probe: bool = True) -> list[Check]:
@@ -164,10 +166,26 @@ def _look_at_disk(host: Host) -> Check:
     place = next(path for path in (settings.state_dir, *settings.state_dir.parents) if path.exists())
     free = shutil.disk_usage(place).free >> 20
     kind = (host.read(["stat", "--file-system", "--format", "%T", place]) or "unknown").strip()
-    evidence = f"{free / 1024:.1f} GiB free at {place} ({kind})"
+    copies = {True: "; snapshots and forks share blocks", False: "; snapshots and forks are copies"}
+    evidence = f"{free / 1024:.1f} GiB free at {place} ({kind}){copies.get(_shares_blocks(place), '')}"
     if free >= MINIMUM_FREE_MIB:
         return ok("disk space", evidence)
     return warn("disk space", f"{evidence}; at least {MINIMUM_FREE_MIB >> 10} GiB is wanted", fix=f"df -h {place}")
+
+
+def _shares_blocks(place: Path) -> bool | None:
+    """Whether a copy of a file there shares its blocks: tried with files that have no name. None: it cannot be tried."""
+    try:
+        with tempfile.TemporaryFile(dir=place) as source, tempfile.TemporaryFile(dir=place) as target:
+            source.write(bytes(4096))
+            source.flush()
+            try:
+                fcntl.ioctl(target.fileno(), _FICLONE, source.fileno())
+            except OSError:
+                return False
+            return True
+    except OSError:
+        return None
 
 
 def _look_at_memory(host: Host) -> Check:

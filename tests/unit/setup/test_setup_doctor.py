@@ -35,6 +35,11 @@ def test_what_is_missing_is_told_with_the_command_that_mends_it(settings: Settin
     assert not settings.data_dir.exists(), "doctor only looks"
 
 
+def test_what_copies_cost_is_told(settings: Settings) -> None:
+    disk = next(check for check in doctor(settings, probe=False) if check.name == "disk space")
+    assert "; snapshots and forks are copies" in disk.evidence or "; snapshots and forks share blocks" in disk.evidence
+
+
 def test_another_runsc_is_told(settings: Settings) -> None:
     settings.runsc_path.parent.mkdir(parents=True)
     settings.runsc_path.write_text("#!/bin/sh\necho runsc version release-2022\n")
