@@ -89,7 +89,7 @@ def microvm_steps(source: KernelSource) -> list[Step]:
         Step(
             name="microvm probe",
             plan="boots a guest with KVM, and without, and keeps what was seen",
-            is_done=_is_probed,
+            is_done=partial(_is_probed, source=source),
             run=_probe,
             duration_s=10,
         ),
@@ -183,7 +183,9 @@ def _prober(host: Host, folder: Path, *, fresh: bool = False) -> Prober:
     return Prober(image, kept=image / KEPT, folder=folder, fresh=fresh)
 
 
-def _is_probed(host: Host) -> bool:
+def _is_probed(host: Host, *, source: KernelSource) -> bool:
+    if not image_is_current(host, source=source):
+        return False
     try:
         return _prober(host, Path("/nonexistent")).is_known()
     except SetupRequired:

@@ -171,3 +171,15 @@ def test_the_machine_has_what_is_named_and_no_way_to_the_host():
         assert ("tsc_early_khz" in text) is not kvm
         assert text.index("tap,id=net,fd=103") < text.index("socket,id=control,fd=104")
         assert sys.executable not in text
+
+
+async def test_that_nothing_works_is_asked_again(folder):
+    """The host may have been busy; set-up is done all the same."""
+    broken = Program(DIES)
+    asked = prober(folder, broken)
+    for starts in (1, 2):
+        assert not (await asked.probe()).available
+        assert broken.starts == starts
+    assert asked.is_known()
+    assert not (await prober(folder, broken).probe()).available
+    assert broken.starts == 3

@@ -31,7 +31,7 @@ from cpuos.types.sandbox import Isolation
 __all__ = ["KEPT", "Finding", "Prober", "candidates"]
 
 KEPT = "probe.json"
-KVM_BOOT_S, EMULATED_BOOT_S = 10.0, 40.0
+KVM_BOOT_S, EMULATED_BOOT_S = 10.0, 45.0
 _MEMORY_MIB = 256
 _MAX_SAID = 256 << 10
 
@@ -94,7 +94,7 @@ class Prober:
             if os.geteuid() != 0:
                 raise SetupRequired("cannot boot a machine", "it needs root", code="needs_root", hint="sudo cpuos up")
             identity = await asyncio.to_thread(_identity, image, self._vmms)
-            if self._found is None or self._found[0] != identity:
+            if self._found is None or self._found[0] != identity or not _any_works(self._found[1]):
                 kept = None if self._fresh else await asyncio.to_thread(self._read, identity)
                 findings = await self._look() if kept is None else kept
                 if kept is None:
@@ -146,24 +146,33 @@ class Prober:
         return False, _what_was_seen(vmm, said, how="before it ended" if ended else f"in {limit_s:.0f} s")
 
     def is_known(self) -> bool:
-        """Whether a look at this host is kept; blocks."""
-        return self._read(_identity(find_image(self._image_dir), self._vmms)) is not None
+        """Whether a look at this host is kept, whatever came of it; blocks."""
+        return bool(self._kept_for(_identity(find_image(self._image_dir), self._vmms)))
 
     def _read(self, identity: str) -> list[Finding] | None:
+        """What is kept and can be believed: that nothing works may be a busy hour's, and is asked again."""
+        return next((findings for findings in self._kept_for(identity) if _any_works(findings)), None)
+
+    def _kept_for(self, identity: str) -> list[list[Finding]]:
+        found = []
         for path in (self._kept, self._image_dir / KEPT):
             try:
                 kept = json.loads(path.read_text())
                 if kept["identity"] == identity:
-                    return [Finding(**finding) for finding in kept["findings"]]
+                    found.append([Finding(**finding) for finding in kept["findings"]])
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-        return None
+        return found
 
     def _write(self, identity: str, findings: list[Finding]) -> None:
         text = json.dumps({"identity": identity, "findings": [vars(finding) for finding in findings]}, indent=1)
         partial = self._kept.with_name(f".{self._kept.name}.{os.getpid()}")
         partial.write_text(text)
         partial.replace(self._kept)
+
+
+def _any_works(findings: Sequence[Finding]) -> bool:
+    return any(finding.works for finding in findings)
 
 
 def _probed(word: str) -> Machine:
