@@ -15,8 +15,10 @@ from cpuos import AsyncClient, AsyncTemplate, Client, CpuosError, Sandbox, Templ
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
 
-pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(400)]
 NOW = "date +%s%N"
+# A whole build on a machine that has much else to do.
+SLOW_S = 150.0
 SIZE = {"memory": "512MiB", "disk": "1GiB", "cpu": 1}
 
 
@@ -27,7 +29,7 @@ def _nothing_is_left(instance: Instance, client: Client) -> Iterator[None]:
         if template.built:
             Template.delete(template.name, client=client)
     assert images(instance) == []
-    wait_until(lambda: Sandbox.list(client=client) == [])
+    wait_until(lambda: Sandbox.list(client=client) == [], within_s=SLOW_S)
 
 
 def looked(client: Client, *, run: list[str], **recipe: Any) -> tuple[list[str], list[str]]:
@@ -101,7 +103,7 @@ def test_layers_go_with_their_parent(instance, client):
     looked(client, from_="parent", run=["echo 1 > /opt/child"])
     assert len(kept() - before) == 1
     Template.delete("parent", client=client)
-    wait_until(lambda: kept() == before, within_s=30)
+    wait_until(lambda: kept() == before, within_s=SLOW_S)
 
 
 async def test_equal_builds_at_once_are_one(instance, async_client: AsyncClient):
@@ -112,14 +114,15 @@ async def test_equal_builds_at_once_are_one(instance, async_client: AsyncClient)
     assert len({template.digest for template in made}) == 1
     assert [template.name for template in made] == names
     assert len(images(instance)) == 1
-    with pytest.raises(CpuosError) as failed:
-        await asyncio.gather(
-            *(
-                AsyncTemplate.build(name, run=["sleep 1; echo why; false"], **SIZE, client=async_client)
-                for name in names[:3]
-            ),
-        )
-    assert failed.value.details["step"] == "run 1"
+    failing = {"run": ["sleep 1; echo why; false"], **SIZE}
+    failed = await asyncio.gather(
+        *(AsyncTemplate.build(name, **failing, client=async_client) for name in names[:3]), return_exceptions=True
+    )
+    for error in failed:
+        assert isinstance(error, CpuosError)
+        assert (error.code, error.details["step"]) == ("build_failed", "run 1")
+        assert "why" in error.why
+    assert len({str(error) for error in failed}) == 3, "two say which build they waited for"
 
 
 def running(client: Client, name: str, step: str, **recipe: Any) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def running(client: Client, name: str, step: str, **recipe: Any) -> dict[str, An
         assert now["state"] != "failed", now
         return None
 
-    found: dict[str, Any] | None = wait_until(there, within_s=60)
+    found: dict[str, Any] | None = wait_until(there, within_s=SLOW_S)
     assert found is not None
     return found
 
@@ -171,14 +174,14 @@ def test_a_build_that_is_ended_in_a_step_leaves_nothing(instance, client, step, 
         now = client.get_json(f"/v1/builds/{build['id']}")
         return now if now["state"] in ("ready", "failed") else None
 
-    end = wait_until(ended, within_s=60)
+    end = wait_until(ended, within_s=SLOW_S)
     assert end is not None
     if end["state"] == "failed":
         assert end["error"]["details"]["step"] in [*STEPS, "files"]
         with pytest.raises(CpuosError) as unknown:
             Template.get("doomed", client=client)
         assert unknown.value.code == "template_not_found"
-        wait_until(lambda: images(instance) == [], within_s=30)
+        wait_until(lambda: images(instance) == [], within_s=SLOW_S)
     else:  # its last moment had passed
         assert step in ("store", "try")
-    wait_until(lambda: Sandbox.list(client=client) == [], within_s=30)
+    wait_until(lambda: Sandbox.list(client=client) == [], within_s=SLOW_S)
