@@ -114,26 +114,23 @@ class Settings(BaseSettings):
     """Sandbox disk promised per MiB of that file system, less the reserve; a sandbox's number counts twice. Over 1 the
     file system may become full, and sandboxes then stand still."""
     disk_ballast_mib: int = Field(256, ge=0, le=65536)
-    """Room that is held on that file system, at most a twentieth of it, and given back when something else has filled
-    it, so that what is in hand can still be written. 0: none."""
+    """Room held on that file system, at most a twentieth of it, and given back when something else has filled it."""
     root_checkpoint_interval_s: float = Field(300, ge=0)
     """So often what a running sandbox has outside of /workspace is saved, where something happened in it: should it die
     that is there as of then. 0: never, unless a sandbox asks for it."""
     disk_hold: bool = False
     """Take all blocks of a sandbox's disk when it is mounted, so that nothing else can fill the file system under it.
     Each disk then takes its whole size at once."""
-
     pool_memory_mib: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Memory that sandboxes may take which are started before anyone asks for them, so that a create takes one at once.
     0: none are. "auto" is a sixteenth of the host's. They count as free for everything else, and give way to it."""
     pool_keep: Annotated[list[str], NoDecode] = Field(default_factory=lambda: ["python=2"])
-    """`TEMPLATE=COUNT`, or `TEMPLATE@CPUxMEMORYxDISK=COUNT` with sizes in MiB: so many are kept ready; what else is ready
-    goes by what is asked for. In the environment separated by commas."""
+    """`TEMPLATE=COUNT`, or `TEMPLATE@CPUxMEMORYxDISK=COUNT` with sizes in MiB: so many are kept ready; what else is
+    ready goes by what is asked for. In the environment separated by commas."""
     pool_settle_s: float = Field(0.3, ge=0)
     """So long after a create none is made: what was created works first."""
     pool_max_age_s: float = Field(3600, ge=1)
     """One that nobody has taken for so long is replaced by another."""
-
     template_max_mib: int = Field(8192, ge=64)
     """Size of a template that a workspace builds."""
     workspace_templates_mib: int = Field(65536, ge=64)
@@ -178,12 +175,10 @@ class Settings(BaseSettings):
     """MiB that one sandbox sends a second, and as many that it receives."""
     network_names_per_s: int = Field(200, ge=4, le=10_000)
     """Questions for names that one sandbox asks a second; a quarter of them new ones, which leave the host."""
-
     connection_records: int = Field(50_000, ge=100)
     """Connections recorded of one sandbox; those beyond are counted in one entry."""
     connection_retention_s: float = Field(30 * 86400, ge=3600)
     """How long the record of a connection is kept."""
-
     database_url: str = ""
     """SQLAlchemy URL of the server's database; SQLite in the state directory unless set."""
     log_level: str = "info"

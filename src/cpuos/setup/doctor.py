@@ -174,7 +174,7 @@ def _look_at_disk(host: Host) -> Check:
 
 
 def _shares_blocks(place: Path) -> bool | None:
-    """Whether a copy of a file there shares its blocks: tried with files that have no name. None: it cannot be tried."""
+    """Whether a copy of a file there shares its blocks: tried with files that have no name. None: that is forbidden."""
     try:
         with tempfile.TemporaryFile(dir=place) as source, tempfile.TemporaryFile(dir=place) as target:
             source.write(bytes(4096))

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from cpuos.client._async.client import AsyncClient
 from cpuos.client._async.sandbox import AsyncSandbox
 from cpuos.client._backend_async import shielded
-from cpuos.client._pack_size import disk_for
+from cpuos.client._pack_size import disk_for, place_for
 from cpuos.client._parse import make_request, parse_answer
 from cpuos.types.pack import Pack, PackCreate, PackList
 
@@ -40,10 +40,7 @@ class AsyncDataPack:
         local = Path(path)
         shape = {"template": "base", "memory": "512MiB", "disk": disk or disk_for(local), "network": "off"}
         async with await AsyncSandbox.create(**shape, timeout=timeout, client=client) as sandbox:
-            if local.is_dir():
-                await sandbox.files.upload(local, _FOLDER)
-            else:
-                await sandbox.files.upload(local, f"{_FOLDER}/{local.name}")
+            await sandbox.files.upload(local, place_for(local, below=_FOLDER))
             return await cls.of(sandbox, name, _FOLDER)
 
     @classmethod

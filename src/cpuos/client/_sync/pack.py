@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cpuos.client._backend_sync import shielded
-from cpuos.client._pack_size import disk_for
+from cpuos.client._pack_size import disk_for, place_for
 from cpuos.client._parse import make_request, parse_answer
 from cpuos.client._sync.client import Client
 from cpuos.client._sync.sandbox import Sandbox
@@ -41,10 +41,7 @@ class DataPack:
         local = Path(path)
         shape = {"template": "base", "memory": "512MiB", "disk": disk or disk_for(local), "network": "off"}
         with Sandbox.create(**shape, timeout=timeout, client=client) as sandbox:
-            if local.is_dir():
-                sandbox.files.upload(local, _FOLDER)
-            else:
-                sandbox.files.upload(local, f"{_FOLDER}/{local.name}")
+            sandbox.files.upload(local, place_for(local, below=_FOLDER))
             return cls.of(sandbox, name, _FOLDER)
 
     @classmethod

@@ -18,6 +18,7 @@ __all__ = [
     "JournalCursor",
     "LayerRow",
     "OpenIntent",
+    "PackRow",
     "PortRow",
     "SandboxRow",
     "ServerStart",
