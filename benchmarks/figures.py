@@ -11,7 +11,7 @@ from benchmarks.names import dns_neighbour
 from benchmarks.outside import tcp_outside, tcp_outside_in_user_space
 from benchmarks.peek import peek_connect, peek_download
 from benchmarks.previews import preview_messages, preview_request
-from benchmarks.ready import against_bare, at_once, to_exec, to_exec_slowest
+from benchmarks.ready import against_bare, at_once, pandas, to_exec, to_exec_slowest
 from benchmarks.results import Measured
 from benchmarks.slots import policy_change, slot_from_pool
 from benchmarks.stage import Stage
@@ -65,6 +65,7 @@ FIGURES = (
     Figure(name="ready_to_exec_ms", limit=50, unit="ms", measure=to_exec),
     Figure(name="ready_to_exec_p99_ms", limit=150, unit="ms", measure=to_exec_slowest),
     Figure(name="ready_50_at_once_ms", limit=1000, unit="ms", measure=at_once),
+    Figure(name="ready_pandas", limit=5.0, at_least=True, measure=pandas),
     Figure(name="ready_against_bare", limit=5.0, at_least=True, measure=against_bare),
     Figure(name="list_ms", limit=200, unit="ms", measure=list_of_many),
     Figure(name="import_ms", limit=250, unit="ms", measure=import_time),

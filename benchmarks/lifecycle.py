@@ -8,9 +8,22 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.results import Measured, block_ratios, percentile
 from benchmarks.stage import Stage
-from cpuos import Sandbox
+from cpuos import Sandbox, Snapshot
+from cpuos.client import Client
 
-__all__ = ["fork_of_8", "list_of_many", "pause", "resume_by_call", "resume_to_exec", "warm_pandas"]
+__all__ = [
+    "ASK_COLD",
+    "ASK_WARM",
+    "WARM_SHAPE",
+    "first_sum",
+    "fork_of_8",
+    "list_of_many",
+    "pause",
+    "resume_by_call",
+    "resume_to_exec",
+    "save_warm",
+    "warm_pandas",
+]
 
 _COPIES = 8
 _SHAPE = {"cpu": 1, "memory": "256MiB", "disk": "512MiB", "timeout": "30m"}
@@ -26,7 +39,9 @@ while True:
         {_SUM}
         connection.sendall(text.getvalue().encode())
 """
-_ASK = "exec 3<>/dev/tcp/127.0.0.1/7000; cat <&3"
+ASK_WARM = ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/7000; cat <&3"]
+ASK_COLD = ["python3", "-c", f"import pandas; {_SUM}"]
+WARM_SHAPE = {**_SHAPE, "memory": "1GiB"}
 
 
 def pause(stage: Stage) -> Measured:
@@ -68,16 +83,11 @@ def fork_of_8(stage: Stage) -> Measured:
 def warm_pandas(stage: Stage) -> Measured:
     """A sum by a restored Python that has pandas imported, against a cold start that imports it first."""
     warm, cold = [], []
-    shape = {**_SHAPE, "memory": "1GiB"}
-    with Sandbox.create(client=stage.client, **shape) as sandbox:
-        job = sandbox.spawn(["python3", "-c", _WARM])
-        while b"warm" not in job.output():
-            time.sleep(0.05)
-        snapshot = sandbox.snapshot()
+    snapshot = save_warm(stage.client)
     try:
         for _ in range(max(3, stage.rounds)):
-            warm.append(_first_sum(stage, ["bash", "-c", _ASK], snapshot=snapshot))
-            cold.append(_first_sum(stage, ["python3", "-c", f"import pandas; {_SUM}"], **shape))
+            warm.append(first_sum(stage.client, ASK_WARM, snapshot=snapshot))
+            cold.append(first_sum(stage.client, ASK_COLD, **WARM_SHAPE))
     finally:
         snapshot.delete()
     return Measured(
@@ -85,6 +95,15 @@ def warm_pandas(stage: Stage) -> Measured:
         spread=block_ratios(cold, warm),
         detail={"n": len(warm), "warm_ms": _p50(warm), "cold_ms": _p50(cold)},
     )
+
+
+def save_warm(client: Client) -> Snapshot:
+    """Of a Python that has pandas imported."""
+    with Sandbox.create(client=client, **WARM_SHAPE) as sandbox:
+        job = sandbox.spawn(["python3", "-c", _WARM])
+        while b"warm" not in job.output():
+            time.sleep(0.05)
+        return sandbox.snapshot()
 
 
 def list_of_many(stage: Stage) -> Measured:
@@ -106,9 +125,10 @@ def _paused_and_resumed(stage: Stage) -> tuple[Measured, Measured]:
     return _milliseconds(pauses), _milliseconds(resumes)
 
 
-def _first_sum(stage: Stage, command: Sequence[str], **wanted: object) -> float:
+def first_sum(client: Client, command: Sequence[str], **wanted: object) -> float:
+    """Seconds from the create to the sum."""
     since = time.perf_counter()
-    sandbox = Sandbox.create(client=stage.client, **wanted)
+    sandbox = Sandbox.create(client=client, **wanted)
     try:
         result = sandbox.exec(command, check=True)
         spent = time.perf_counter() - since

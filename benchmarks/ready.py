@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier
 
+from benchmarks.lifecycle import ASK_COLD, ASK_WARM, WARM_SHAPE, first_sum, save_warm
 from benchmarks.results import Measured, block_ratios, percentile
 from benchmarks.stage import Stage, put_first
 from benchmarks.starts import bare_starts
@@ -22,7 +23,7 @@ from cpuos.services.health import ask
 from cpuos.testing.instance import Instance
 from cpuos.types.sandbox import StartedFrom
 
-__all__ = ["against_bare", "at_once", "to_exec", "to_exec_slowest"]
+__all__ = ["against_bare", "at_once", "pandas", "to_exec", "to_exec_slowest"]
 
 _SHAPE = {"cpu": 1, "memory": "256MiB", "disk": "256MiB"}
 _BATCH = 25
@@ -79,20 +80,38 @@ def at_once(stage: Stage) -> Measured:
     return _measured([1e3 * one for one in times], 1e3 * percentile(times, 0.99))
 
 
+def pandas(stage: Stage) -> Measured:
+    """A sum by a Python with pandas imported, in a sandbox of a snapshot that is ready, against a cold start."""
+    warm, cold = [], []
+    with _pool(1) as pool:
+        snapshot = save_warm(pool.client)
+        first_sum(pool.client, ASK_WARM, snapshot=snapshot)  # from now on it is asked for
+        for _ in range(max(3, stage.rounds)):
+            pool.wait_full(snapshot=snapshot.id)
+            warm.append(first_sum(pool.client, ASK_WARM, snapshot=snapshot))
+            cold.append(first_sum(pool.client, ASK_COLD, **WARM_SHAPE))
+    return Measured(
+        value=statistics.median(cold) / statistics.median(warm),
+        spread=block_ratios(cold, warm),
+        detail={"n": len(warm), "warm_ms": _ms(warm), "cold_ms": _ms(cold)},
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pool:
     instance: Instance
     client: Client
     size: int
 
-    def wait_full(self) -> None:
+    def wait_full(self, *, snapshot: str | None = None) -> None:
         until = time.monotonic() + _STOCK_S
         while True:
             _, pool = ask(self.instance.settings.node_socket, "/v1/pool", timeout_s=30)
-            if len(pool["ready"]) >= self.size:
+            ready = sum(one["snapshot"] == snapshot for one in pool["ready"])
+            if ready >= self.size:
                 break
             if time.monotonic() > until:
-                raise RuntimeError(f"the pool has {len(pool['ready'])} of {self.size} after {_STOCK_S:g} s")
+                raise RuntimeError(f"the pool has {ready} of {self.size} after {_STOCK_S:g} s")
             time.sleep(0.1)
         time.sleep(_QUIET_S)
 
