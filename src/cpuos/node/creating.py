@@ -11,7 +11,7 @@ from functools import partial
 import structlog
 
 from cpuos.errors import Conflict, InvalidRequest
-from cpuos.node.images import MEMORY, ROOT, Manifest
+from cpuos.node.images import MEMORY, ROOT, Manifest, root_name
 from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
@@ -249,12 +249,27 @@ class Creating:
         if plan.saved is not None:
             room = partial(check_room_to_restore, self._kit, plan.saved, verb="create", sandbox_id=record.id)
             parts.append(Step(name="room", do=room))
+        if plan.saved is not None and root is not None:
+            parts.append(self._keep_step(record, plan.saved))
         return [
             Together(steps=[recorded, *parts]),
             Together(steps=[start, *self._check_steps(plan)]),
             # Who begins with kept files may remove them then.
             Step(name="running", do=lambda: self._ledger.keep(record, sync=plan.saved is not None and not warm)),
         ]
+
+    def _keep_step(self, record: Record, saved: Manifest) -> Step:
+        """Should it die before its root is saved, it was last saved here. The files get a second name."""
+        images, name = self._kit.assembly.images, root_name(record.id)
+        kept = {"name": name, "sandbox": record.id, "generation": record.generation, "freeze": "", "root_at": None}
+        manifest = saved.model_copy(update={**kept, "created_at": saved.root_at or saved.created_at})
+
+        def keep() -> None:
+            images.link(saved.name, name, [ROOT])
+            images.commit(manifest)
+
+        undo = partial(asyncio.to_thread, images.discard, name)
+        return Step(name="keep", do=lambda: asyncio.to_thread(keep), undo=undo)
 
     def _check_steps(self, plan: _Plan) -> list[Step]:
         """Nobody reaches the guest until all has been found as it was saved: both can be done at once."""

@@ -47,7 +47,7 @@ def incompatible(what: str, saved: Manifest, *, has_template: bool, runtime: Run
     why = ""
     if not has_template:
         why = f"this node has no template {saved.template!r} of that build any more, with its processes' programs"
-    elif saved.runtime_version != runtime.image_version:
+    elif not runtime.takes(saved.runtime_version):
         why = f"it was made by {runtime.name} {saved.runtime_version}, and this node has {runtime.image_version}"
     if why:
         raise Conflict(what, why, code="snapshot_incompatible")

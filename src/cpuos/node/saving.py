@@ -34,7 +34,7 @@ def manifest_of(record: Record, *, name: str, runtime: Runtime, now: datetime, f
         template=request.template,
         template_digest=record.template_digest,
         runtime=request.runtime,
-        runtime_version=runtime.image_version,
+        runtime_version=runtime.version_of(record.id),
         cpu=request.cpu,
         memory_mib=request.memory_mib,
         disk_mib=request.disk_mib,

@@ -171,7 +171,15 @@ class Runtime(Protocol):
 
     @property
     def image_version(self) -> str:
-        """Images are taken by exactly the version that made them."""
+        """Of what is started now. Images are taken by exactly the version that made them."""
+        ...
+
+    def version_of(self, sandbox_id: str) -> str:
+        """Of the version that an image of this sandbox would be; after an upgrade that can be an older one."""
+        ...
+
+    def takes(self, version: str) -> bool:
+        """Whether images of this version can be taken up here: older ones are, while their programs are kept."""
         ...
 
     async def image_bytes(self, sandbox_id: str) -> int:

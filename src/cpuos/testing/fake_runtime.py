@@ -61,6 +61,12 @@ class FakeRuntime:
     async def save_root(self, sandbox_id: str, *, image: Path) -> None:
         await asyncio.to_thread(_copy_root, self._folder / sandbox_id / "root", image)
 
+    def version_of(self, sandbox_id: str) -> str:
+        return self.image_version
+
+    def takes(self, version: str) -> bool:
+        return version == self.image_version
+
     async def image_bytes(self, sandbox_id: str) -> int:
         return 0
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cpuos.errors import CapacityExceeded, NotFound, PlatformError
+from cpuos.errors import CapacityExceeded, CpuosError, NotFound, PlatformError
+from cpuos.settings import RUNSC_VERSION
 
 pytestmark = pytest.mark.gvisor
 
@@ -56,6 +58,42 @@ async def test_another_sandbox_begins_with_a_saved_root(machine, tmp_path):
             assert (await other.run(LOOK)).splitlines() == [*seen[:3], "box-2", seen[4]]
         finally:
             await machine.take_away(spec.id)
+
+
+async def test_an_image_of_an_older_version_is_taken_up_by_that(machine, monkeypatch, tmp_path):
+    """It is kept beside the present one, and what goes on under it is saved as of it."""
+    runtime, programs = machine.runtime, tmp_path / "bin"
+    programs.mkdir()
+    for name in (RUNSC_VERSION, "v-before"):
+        shutil.copytree(runtime._programs / RUNSC_VERSION, programs / name)
+    monkeypatch.setattr(runtime, "_programs", programs)
+    assert (runtime.takes("v-before"), runtime.takes(RUNSC_VERSION), runtime.takes("v-gone")) == (True, True, False)
+    async with machine.guest(1) as first:
+        await first.run(CHANGES)
+        seen = (await first.run(LOOK)).splitlines()
+        await runtime.checkpoint(first.id, image=tmp_path / "image")
+        assert runtime.version_of(first.id) == (tmp_path / "image" / "runsc-version").read_text() == RUNSC_VERSION
+    (tmp_path / "image" / "runsc-version").write_text("v-before")
+    spec = await machine.prepare(2)
+    try:
+        process = await runtime.restore(spec, image=tmp_path / "image")
+        assert os.readlink(f"/proc/{process.pid}/exe").startswith(str(programs / "v-before"))
+        other = type(first)(machine=machine, spec=spec, process=process)
+        assert (await other.run(LOOK)).splitlines()[:3] == seen[:3]
+        await runtime.close()  # as a daemon that ends, and another one
+        assert await runtime.adopt(spec, process)
+        assert runtime.version_of(spec.id) == "v-before"
+        await runtime.checkpoint(spec.id, image=tmp_path / "again")
+        assert (tmp_path / "again" / "runsc-version").read_text() == "v-before"
+    finally:
+        await machine.take_away(spec.id)
+    (tmp_path / "image" / "runsc-version").write_text("v-gone")
+    spec = await machine.prepare(3)
+    try:
+        with pytest.raises(CpuosError):
+            await runtime.restore(spec, image=tmp_path / "image")
+    finally:
+        await machine.take_away(spec.id)
 
 
 @pytest.mark.parametrize("verb", ["checkpoint", "save_root"])

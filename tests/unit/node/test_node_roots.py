@@ -196,7 +196,14 @@ async def test_what_was_saved_last_is_what_a_dead_ones_files_begin_with(node, se
     assert (node.parts.runtimes["fake"]._folder / A / "root" / "note").read_text() == "saved"
     assert (workspace / "work").read_text() == "all of it"
     await node.client.delete_snapshot(S)
+    await kill(node)  # before its root was saved again
+    again = await node.client.snapshot(A, generation=2, snapshot=S, memory=False)
+    assert (again.root, again.root_at, again.generation) == (True, saved_at, 2)
     await node.client.delete(A, generation=2)
+    facts = await node.client.create(asking(generation=3, snapshot=S, warm=False))
+    assert (facts.restored, facts.restored_at) == ("root", saved_at)
+    await node.client.delete_snapshot(S)
+    await node.client.delete(A, generation=3)
     await assert_nothing_left(settings, node.parts)
 
 

@@ -46,6 +46,8 @@ _DELETE_S = 15.0
 _SAVE_S = 300.0
 # File in an image, and in the work folder of a sandbox that was made from one.
 _FIRST = "first-sandbox"
+# The same of the version of runsc that the processes run under: only that takes them up again.
+_VERSION = "runsc-version"
 _KEPT_KILLS = 256
 # The root's layer takes whole pieces: with less than this it refuses what is written.
 _LAYER_ALMOST = 1 << 20
@@ -65,6 +67,8 @@ class _Running:
     overlay: Path
     first: str
     """The sandbox that its processes began in: its own cgroup, seen from inside, keeps that name."""
+    version: str
+    """Of the runsc that made it."""
     ended: asyncio.Future[str]
 
 
@@ -78,7 +82,8 @@ class GvisorRuntime:
     def __init__(self, host: RuntimeHost) -> None:
         self._run_dir = host.run_dir
         bin_dir = host.bin_dir or host.data_dir / "bin"
-        self._runsc = Runsc(bin_dir / "runsc" / RUNSC_VERSION / "runsc", root=host.run_dir / "root")
+        self._programs = bin_dir / "runsc"
+        self._runsc = Runsc(self._programs / RUNSC_VERSION / "runsc", root=host.run_dir / "root")
         self._runsc.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._groups = ControlGroups(host.instance_id)
         self._worker = VictimWorker()
@@ -102,6 +107,19 @@ class GvisorRuntime:
     @property
     def image_version(self) -> str:
         return RUNSC_VERSION
+
+    def version_of(self, sandbox_id: str) -> str:
+        running = self._running.get(sandbox_id)
+        return RUNSC_VERSION if running is None else running.version
+
+    def takes(self, version: str) -> bool:
+        return version == RUNSC_VERSION or ("/" not in version and self._of(version).program.is_file())
+
+    def _of(self, version: str) -> Runsc:
+        """That version, which is kept as long as something needs it."""
+        if version == RUNSC_VERSION:
+            return self._runsc
+        return Runsc(self._programs / version / "runsc", root=self._runsc.root)
 
     async def image_bytes(self, sandbox_id: str) -> int:
         memory_bytes = (await self.stats(sandbox_id)).memory_bytes
@@ -148,7 +166,8 @@ class GvisorRuntime:
         with contextlib.suppress(OSError):
             self._groups.proceed(sandbox_id)  # a frozen process of cgroup v1 does not even die
         try:
-            outcome = await self._runsc.call("delete", "-force", sandbox_id, timeout_s=_DELETE_S)
+            runsc = self._of(self.version_of(sandbox_id))
+            outcome = await runsc.call("delete", "-force", sandbox_id, timeout_s=_DELETE_S)
             if outcome.returncode != 0:
                 log.warning("runsc delete failed", sandbox=sandbox_id, output=outcome.output[-500:])
         except CpuosError as problem:
@@ -218,10 +237,11 @@ class GvisorRuntime:
         try:
             await asyncio.to_thread(image.mkdir, mode=0o700)
             arguments = ("-leave-running", "-image-path", str(image), sandbox_id)
-            outcome = await self._runsc.call(verb, *arguments, timeout_s=_SAVE_S)
+            outcome = await self._of(running.version).call(verb, *arguments, timeout_s=_SAVE_S)
             if outcome.returncode != 0:
                 raise _unsaved(sandbox_id, verb, outcome)
             await asyncio.to_thread((image / _FIRST).write_text, running.first)
+            await asyncio.to_thread((image / _VERSION).write_text, running.version)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, image, ignore_errors=True)
             raise
@@ -244,20 +264,24 @@ class GvisorRuntime:
         )
         started = time.perf_counter()
         self._groups.prepare()
+        version = RUNSC_VERSION
         if memory is not None:
             shutil.copyfile(memory / _FIRST, spec.workdir / _FIRST)
+            version = _read_version(memory)
         else:
             (spec.workdir / _FIRST).unlink(missing_ok=True)
+        (spec.workdir / _VERSION).write_text(version)
+        runsc = self._of(version)
         bundle = write_bundle(spec, cgroups_path=self._groups.oci_path(spec.id))
         worker = asyncio.create_task(self._worker.start())
         prepared = time.perf_counter()
         async with self._starts:
             files = {"bundle": bundle, "pid_file": pid_file}
-            status = await self._runsc.launch(
+            status = await runsc.launch(
                 spec.id, *_verb(memory, root), flags=flags, timeout_s=_START_S, idly=spec.idly, **files
             )
             if status == 0 and root is not None:
-                status = (await self._runsc.call("start", spec.id, timeout_s=_START_S)).returncode
+                status = (await runsc.call("start", spec.id, timeout_s=_START_S)).returncode
         await worker
         run = time.perf_counter()
         if status != 0:
@@ -288,7 +312,8 @@ class GvisorRuntime:
         except UrpcFailure as problem:
             log.warning("control socket failed, asking runsc", sandbox=spec.id, why=problem.why)
             where = ("pids", f"/{self._running[spec.id].first}", "pids.max")
-            outcome = await self._runsc.call("write-control", spec.id, *where, str(tasks), timeout_s=5)
+            runsc = self._of(self.version_of(spec.id))
+            outcome = await runsc.call("write-control", spec.id, *where, str(tasks), timeout_s=5)
             if outcome.returncode != 0:
                 raise
 
@@ -300,6 +325,7 @@ class GvisorRuntime:
             workdir=spec.workdir,
             overlay=spec.disk / "overlay",
             first=_read_first(spec),
+            version=_read_version(spec.workdir),
             ended=loop.create_future(),
         )
         self._running[spec.id] = running
@@ -364,6 +390,13 @@ def _read_first(spec: SandboxSpec) -> str:
         return (spec.workdir / _FIRST).read_text()
     except FileNotFoundError:
         return spec.id
+
+
+def _read_version(folder: Path) -> str:
+    try:
+        return (folder / _VERSION).read_text()
+    except FileNotFoundError:  # made before versions were written down
+        return RUNSC_VERSION
 
 
 def _panic(path: Path) -> str:

@@ -70,6 +70,12 @@ class MicrovmRuntime:
         self._starts = asyncio.Lock()
         """Guards the choice of a user that no other machine has."""
 
+    def version_of(self, sandbox_id: str) -> str:
+        return self.image_version
+
+    def takes(self, version: str) -> bool:
+        return version == self.image_version
+
     async def probe(self) -> Probe:
         found = await self._prober.probe()
         for one in self._prober.seen:
