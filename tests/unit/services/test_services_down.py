@@ -34,7 +34,22 @@ def test_sandboxes_are_counted_once_over_all_hierarchies(tmp_path: Path) -> None
 def test_down_tells_what_it_ended(
     stopped: services.Stopped, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(services, "down", lambda *, keep_sandboxes: stopped)
+    monkeypatch.setattr(services, "down", lambda *, keep_sandboxes, pause: stopped)
     assert main(["down"]) == 0
     assert capsys.readouterr().err == f"{text}\n"
     assert bool(stopped) is (stopped.was_running or stopped.sandboxes > 0)
+
+
+def test_down_tells_what_it_paused_and_what_it_could_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, bool]] = []
+    stopped = services.Stopped(was_running=True, paused=2, left={"a" * 20: "there was no time left"})
+    monkeypatch.setattr(services, "down", lambda **how: asked.append(how) or stopped)
+    assert main(["down", "--pause"]) == 1
+    assert asked == [{"keep_sandboxes": False, "pause": True}]
+    told = capsys.readouterr().err
+    assert f"left running: {'a' * 20}: there was no time left\n" in told
+    assert "cpuOS is stopped; 2 paused\n" in told
+    assert main(["down", "--pause", "--keep-sandboxes"]) != 0
+    assert len(asked) == 1
