@@ -135,7 +135,7 @@ async def test_it_lets_nothing_through_until_it_is_taken(node: Node, client: Loc
 def normal(rules: str) -> list[str]:
     """Without what differs by slot and by traffic."""
     kept = [line for line in rules.splitlines() if "elements" not in line and "10." not in line and "100." not in line]
-    return [re.sub("base_[0-9a-f]+|prefix \"a [0-9]+\"", "", line.split(" counter ")[0]) for line in kept]
+    return [re.sub('base_[0-9a-f]+|prefix "a [0-9]+"', "", line.split(" counter ")[0]) for line in kept]
 
 
 async def test_it_runs_at_the_node_s_own_priority_once_it_is_ready(node: Node, client: LocalNodeClient) -> None:

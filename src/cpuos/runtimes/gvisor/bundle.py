@@ -104,8 +104,8 @@ def layer_mib(disk_mib: int) -> int:
 
 
 def host_processes(max_processes: int) -> int:
-    """Limit of the sentry and its stubs on the host. A process of the guest was seen to take 1.6 of them as it sleeps, and
-    3.7 in a fork bomb."""
+    """Limit of the sentry and its stubs on the host. A process of the guest was seen to take 1.6 of them as it sleeps,
+    and 3.7 in a fork bomb."""
     return max_processes * 4 + 1024
 
 
