@@ -82,11 +82,14 @@ class Gate:
     def check_halted(self) -> None:
         """Raise where a call would find nobody to answer it."""
         if self.halted:
-            raise Unavailable(
-                f"cannot use sandbox {self._sandbox_id}: it stands still",
-                "its node's data volume is full; it goes on by itself when there is room",
-                code="volume_full",
-            )
+            raise self._stands_still()
+
+    def _stands_still(self) -> CpuosError:
+        return Unavailable(
+            f"cannot use sandbox {self._sandbox_id}: it stands still",
+            "its node's data volume is full; it goes on by itself when there is room",
+            code="volume_full",
+        )
 
     async def wait(self) -> None:
         """Return when the gate is open; each caller of a suspended sandbox is told to those who can resume it."""
@@ -126,7 +129,9 @@ class Gate:
         )
 
     def explain(self, error: CpuosError) -> CpuosError:
-        """A call that was cut because the sandbox was paused says so."""
+        """A call that was cut because the sandbox was paused, or that nobody answers since it stands still, says so."""
+        if self.halted and isinstance(error, AgentFailure):
+            return self._stands_still()
         return self.refusal() if self.paused and isinstance(error, AgentFailure) else error
 
     def _tell(self) -> None:

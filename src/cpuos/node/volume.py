@@ -138,10 +138,10 @@ class VolumeWatch:
         await self._halt_all()
 
     async def _drain(self) -> None:
-        self._volume.full = False
         log.warning("the data volume has room again: sandboxes go on", folder=str(self._volume.folder))
         halted, self._halted = self._halted, set()
         await self._go_on(halted)
+        self._volume.full = False  # last: whoever reads it finds them going on
 
     async def _halt_all(self, *, again: bool = False) -> None:
         running = self._running()

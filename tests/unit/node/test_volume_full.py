@@ -53,7 +53,7 @@ async def test_all_stand_still_until_there_is_room():
             await service.create(create(letter * 20))
         pids = [record.process.pid for record in service.ledger.all()]
         await watch.look(again=True)
-        assert volume.ballast.held_bytes == volume.ballast.size_bytes > 0
+        assert volume.ballast.held_bytes >= volume.ballast.size_bytes > 0
         assert not told
 
         free[0] = 0
@@ -83,7 +83,7 @@ async def test_all_stand_still_until_there_is_room():
         assert not volume.full
         await until(lambda: state_of(pids[0]) != "T")
         assert ("a" * 20, False) in told
-        assert volume.ballast.held_bytes == volume.ballast.size_bytes
+        assert volume.ballast.held_bytes >= volume.ballast.size_bytes
         await service.create(create("c" * 20))
 
 
