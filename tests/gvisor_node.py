@@ -81,7 +81,9 @@ def gvisor_node(
     folder = Path(tempfile.mkdtemp(prefix="cpuos-test-"))
     folder.chmod(0o755)
     folders = {"state_dir": folder / "state", "run_dir": folder / "run"}
-    settings = load_settings(**folders, runtime=runtime, pool_memory_mib=pool_mib, pool_keep=list(pool_keep))
+    settings = load_settings(
+        **folders, runtime=runtime, pool_memory_mib=pool_mib, pool_keep=list(pool_keep), disk_overcommit=16
+    )
     with _volume(folder, volume_mib), DaemonForker() as forker:
         node = Node(settings, forker)
         try:

@@ -6,10 +6,12 @@ script of its own. A block that cannot run here says so on the line before: <!--
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,13 +73,24 @@ def test_shell_block_is_shell(block: Block) -> None:
 def test_page_runs(page: Path, instance: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
-    for block in _blocks(page):
-        if not block.runs:
-            continue
-        if block.language == "python":
-            exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
-        elif block.language == "sh":
-            _run_shell(block)
+    try:
+        for block in _blocks(page):
+            if not block.runs:
+                continue
+            if block.language == "python":
+                exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
+            elif block.language == "sh":
+                _run_shell(block)
+    finally:
+        _end_as_a_program_does(names)
+
+
+def _end_as_a_program_does(names: dict[str, object]) -> None:
+    """Let go of what a page left open: its reader's program ends here, and what it held with it."""
+    names.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def _run_shell(block: Block) -> None:

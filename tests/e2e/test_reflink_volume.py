@@ -31,7 +31,7 @@ def sharing() -> Iterator[Instance]:
     with open("/proc/filesystems") as file:
         if "xfs" not in file.read() and subprocess.run(["modprobe", "xfs"]).returncode:
             pytest.skip("this kernel has no XFS")
-    sharing = Instance(runtime="gvisor", max_sandboxes=4, disk_reserve_mib=64)
+    sharing = Instance(runtime="gvisor", max_sandboxes=4, disk_reserve_mib=64, disk_overcommit=1)
     with volume(sharing.folder / "volume.img", sharing.state_dir, mib=8192, mkfs=XFS), sharing:
         yield sharing
 

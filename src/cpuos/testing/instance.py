@@ -63,6 +63,7 @@ class Instance:
                 "preview_port": self._ports.take(),
                 "network_uplink": "none",
                 "pool_memory_mib": 0,  # nothing is started that a test has not asked for
+                "disk_overcommit": 16,  # what a test needs does not hang on what else lies on the machine's disk
                 **values,
             },
         )
