@@ -80,7 +80,7 @@ def test_a_pack_is_had_by_many_and_written_by_none(instance: Instance, client: C
         assert refused.value.code == "pack_in_use"
         assert sums_in(one) == sums(folder)
     wait_until(lambda: _deleted("weather", client), within_s=20)
-    assert images(instance) == []
+    wait_until(lambda: images(instance) == [])
     with pytest.raises(NotFound) as missing:
         DataPack.get("weather", client=client)
     assert missing.value.code == "pack_not_found"

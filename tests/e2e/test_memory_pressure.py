@@ -26,6 +26,10 @@ def node(client: Client) -> dict:
     return client.get_json("/v1/nodes")["nodes"][0]
 
 
+def told(client: Client) -> list[str]:
+    return [entry.detail["level"] for entry in client.audit(action="node.pressure").entries]
+
+
 def test_the_steps_of_a_real_node(own: Instance) -> None:
     client = own.client()
     with Sandbox.create(client=client, **SMALL) as idle, Sandbox.create(client=client, **SMALL) as busy:
@@ -47,10 +51,10 @@ def test_the_steps_of_a_real_node(own: Instance) -> None:
         assert idle.refresh().state == "paused"
         assert (busy.refresh().state, job.refresh().status) == ("running", "running")
         assert any("short of memory" in alarm for alarm in client.get_json("/v1/health")["alarms"])
+        wait_until(lambda: told(client)[-1:] == ["refuse_new"])
         own.stop("node")
         own.settings = own.settings.model_copy(update={"memory_pressure_mib": 0})
         own.start("node")
         wait_until(lambda: node(client)["pressure"]["level"] == "none", within_s=150)
         assert idle.files.read("kept") == b"bytes"  # the call resumes it
-        told = [entry.detail["level"] for entry in client.audit(action="node.pressure").entries]
-        assert told[-2:] == ["refuse_new", "none"]
+        wait_until(lambda: told(client)[-2:] == ["refuse_new", "none"])

@@ -154,6 +154,7 @@ def test_it_outlives_the_node_and_is_lost_with_its_vmm(
     instance: SealedInstance, client: Client, machine: Sandbox
 ) -> None:
     machine.files.write("kept", b"words")
+    machine.exec("sync", check=True)  # what is not on its disk goes with its kernel
     job = machine.spawn("sleep 3; echo done > ended; sleep 600")
     instance.kill("node")
     instance.wait_ready()

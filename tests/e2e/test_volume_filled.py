@@ -124,7 +124,7 @@ def test_a_writing_guest_stands_still_and_loses_nothing(small: Instance, own: Cl
             with pytest.raises(CpuosError):
                 Sandbox.create(client=own, **SHAPE)
             assert job.output().count(b"\n") - before < 20  # what was on its way
-            assert any("volume" in alarm for alarm in own.get_json("/v1/health")["alarms"])
+            wait_until(lambda: any("volume" in alarm for alarm in own.get_json("/v1/health")["alarms"]))
             wait_until(lambda: alarms(own) == ["error"], within_s=30)  # by then the kernel has written what it had
             assert (writing.refresh().state, is_full(own)) == ("running", True)
             other.kill()  # needs no room, and gives some
