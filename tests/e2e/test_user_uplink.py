@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cpuos import Network, Sandbox
+from cpuos import Network, Result, Sandbox
 from cpuos.testing.sealed import SealedInstance, SealedWorld, addresses
 from cpuos.testing.waiting import wait_until
 from refusals import told_refusals
@@ -65,6 +65,11 @@ def attempt(sandbox: Sandbox, kind: str, place: str, port: int = 80) -> str:
     return sandbox.exec(["python3", "-c", TRY, json.dumps([kind, place, port])]).stdout.strip()
 
 
+def failing_attempt(sandbox: Sandbox, place: str) -> Result:
+    """What it was refused is asked for however quick it is: of a quick command that succeeds it is not."""
+    return sandbox.exec(["python3", "-c", f"{TRY}\nsys.exit(1)", json.dumps(["tcp", place, 80])])
+
+
 def main_namespace(sealed: SealedWorld) -> list[str]:
     """All that an uplink could add to the host: links, addresses, rules, routes, tables, forwarding."""
     asked = ["ip -d link", "ip addr", "ip rule", "ip route show table all", "nft list ruleset"]
@@ -106,8 +111,7 @@ def test_special_ranges_and_the_host_are_refused_and_it_is_told(sealed, instance
         ports = (80, instance.settings.api_port, instance.settings.gateway_port)
         assert [attempt(sandbox, "tcp", address, port) for port in ports] == ["ConnectionRefusedError"] * 3
         assert attempt(sandbox, "udp", address, 5000) == "ConnectionRefusedError"
-        program = ["python3", "-c", TRY, json.dumps(["tcp", address, 80])]
-        [told] = told_refusals(lambda: sandbox.exec(program)).refused_connections
+        [told] = told_refusals(lambda: failing_attempt(sandbox, address)).refused_connections
         assert told.rule.startswith("always blocked")
     assert sealed.connections() == []
 
@@ -183,14 +187,14 @@ def test_killed_it_lets_nothing_out_and_comes_back(sealed, instance):
         assert attempt(sandbox, "tcp", addresses.METADATA, 80) == "ConnectionRefusedError"
 
 
+@pytest.mark.slow  # half a minute: the node gives each a while to come up; tests of the uplink in the kernel say it too
 def test_one_that_stays_away_is_no_uplink_and_it_is_told(sealed, instance):
     """Stopped, it answers nobody: the node kills it, and the next one too."""
     with Sandbox.create(client=instance.client(), template="python", network="internet") as sandbox:
         assert attempt(sandbox, "http", addresses.WEB) == "200"
         with kept_down(instance):
             wait_until(lambda: attempt(sandbox, "tcp", addresses.WEB) == "ConnectionRefusedError", within_s=60)
-            program = ["python3", "-c", TRY, json.dumps(["tcp", addresses.WEB, 80])]
-            [told] = told_refusals(lambda: sandbox.exec(program)).refused_connections
+            [told] = told_refusals(lambda: failing_attempt(sandbox, addresses.WEB)).refused_connections
             assert told.rule == "no uplink"
         wait_until(lambda: attempt(sandbox, "http", addresses.WEB) == "200", within_s=60)
 

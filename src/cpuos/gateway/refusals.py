@@ -39,6 +39,8 @@ class Refusals(Protocol):
 
 class _Refusal(Answer):
     at: datetime
+    until: datetime | None = None
+    """Equal ones within a second are one: when the last of them came."""
     kind: ConnectionKind
     name: str | None = None
     address: str | None = None
@@ -82,7 +84,7 @@ class LocalRefusals:
             self._silent = True
             return None
         self._silent = False
-        return [_told(refusal) for refusal in known.recent if refusal.at >= moment][:TOLD]
+        return [_told(refusal, moment) for refusal in known.recent if (refusal.until or refusal.at) >= moment][:TOLD]
 
     def forget(self, sandbox_id: str) -> None:
         self._known.pop(sandbox_id, None)
@@ -164,8 +166,11 @@ def explain(refusal: Any) -> str:
     return f"{happened} Trying again will not help; whoever owns the sandbox can change its network policy."
 
 
-def _told(refusal: _Refusal) -> RefusedConnection:
-    return RefusedConnection(**refusal.model_dump(), reason=explain(refusal))
+def _told(refusal: _Refusal, moment: datetime) -> RefusedConnection:
+    fields = refusal.model_dump(exclude={"until"})
+    if refusal.until is not None and refusal.at < moment:
+        fields["at"] = refusal.until  # it began before the command did, which is told of its own; the count is of both
+    return RefusedConnection(**fields, reason=explain(refusal))
 
 
 def _read_head(head: str) -> tuple[int, int]:

@@ -83,6 +83,16 @@ async def test_only_what_came_since_the_start_is_told(tmp_path: Path) -> None:
     assert worker.targets[1] == f"/v1/sandboxes/{SANDBOX}/refusals?after=2"
 
 
+async def test_one_that_began_before_the_start_and_went_on_is_told(tmp_path: Path) -> None:
+    worker = Worker()
+    start, last = NOW + timedelta(seconds=5), NOW + timedelta(seconds=5.5)
+    over = (NOW + timedelta(seconds=4.9)).isoformat()
+    worker.pages = [refusal(4.8, port=80, until=over), refusal(4.8, port=443, until=last.isoformat(), count=2)]
+    async with serving(worker, tmp_path / "s") as refusals:
+        told = await refusals.since(SANDBOX, start) or []
+    assert [(one.port, one.at, one.count) for one in told] == [(443, last, 2)]
+
+
 async def test_a_worker_that_restarted_counts_anew(tmp_path: Path) -> None:
     worker = Worker()
     worker.pages = [refusal(1)] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
@@ -234,13 +235,25 @@ def test_refusals_of_one_sandbox_behind_a_number(rig):
     found, following, _ = rig.book.refusals(SANDBOX, following)
     assert [entry["port"] for entry in found] == [2]
     assert rig.book.refusals(SANDBOX, following)[0] == []
-    assert rig.entries()[0] == {**rig.book.refusals(SANDBOX, 0)[0][0]}
+    [first, *_] = rig.book.refusals(SANDBOX, 0)[0]
+    assert {**rig.entries()[0], "until": first["at"]} == first
     for port in range(2000):
         rig.log("d 1", port=port)
         rig.settle(1.1)
     found, _, complete = rig.book.refusals(SANDBOX, 0)
     assert (len(found), complete) == (512, False)
     assert rig.book.refusals(SANDBOX, found[-2]["seq"])[2] is True
+
+
+def test_equal_refusals_that_are_one_say_when_the_last_of_them_came(rig):
+    rig.open("off")
+    begun = rig.now
+    rig.log("d 1", port=1)
+    rig.now += 0.4
+    rig.log("d 1", port=1)
+    [one] = rig.book.refusals(SANDBOX, 0)[0]
+    moments = [datetime.fromisoformat(one[name]).timestamp() for name in ("at", "until")]
+    assert (one["count"], moments) == (2, pytest.approx([begun, begun + 0.4], abs=0.01))
 
 
 def test_the_routers_counters_are_the_authority(rig):

@@ -305,7 +305,7 @@ class Book:
             }
             if len(known.refusals) == _REFUSALS:
                 known.dropped = known.refusals[0]["seq"]
-            known.refusals.append({"seq": self.journal.next, **entry})
+            known.refusals.append({"seq": self.journal.next, **entry, "until": _moment(held.until)})
             self.journal.append({**entry, "_logged": held.logged})
 
     def _write_missing(self, sandbox: str, count: int, *, verdict: str | None, at: float) -> None:

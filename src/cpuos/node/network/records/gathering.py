@@ -24,6 +24,8 @@ class Gathered:
     refusal: Refusal
     at: float
     """Of the first."""
+    until: float
+    """Of the last."""
     count: int = 0
     logged: int = 0
     """How many of them the router counted."""
@@ -41,7 +43,8 @@ class Gathering:
             self._since = at
         if refusal not in self._held and len(self._held) >= _DIFFERENT:
             refusal = Refusal(refusal.kind, None, None, None, refusal.rule)
-        held = self._held.setdefault(refusal, Gathered(refusal=refusal, at=at))
+        held = self._held.setdefault(refusal, Gathered(refusal=refusal, at=at, until=at))
+        held.until = max(held.until, at)
         held.count += 1
         held.logged += is_logged
 
