@@ -27,13 +27,24 @@ SHAPE = {"template": "base", "cpu": 1, "memory": "256MiB", "disk": f"{DISK_MIB}M
 BUILD = {"disk": f"{3 * DISK_MIB}MiB", "memory": "256MiB", "cpu": 1}
 # Writes and syncs a block at a time, to the workspace and to the root, and tells each number once it is safe.
 WRITER = """
-import os, time
-files = [open(path, "ab") for path in ("/workspace/log", "/home/user/log")]
+import errno, os, time
+kept, rest = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in ("/workspace/log", "/home/user/log"))
+def put(file, lines, *, may_be_refused):
+    size = os.fstat(file).st_size
+    while True:
+        try:
+            if os.write(file, lines) == len(lines):
+                return
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not may_be_refused:
+                raise
+        os.ftruncate(file, size)
+        time.sleep(0.01)
 for number in range(10**9):
-    for file in files:
-        file.write(b"%15d\\n" % number * 512)
-        file.flush()
-    os.fsync(files[0].fileno())
+    lines = b"%15d\\n" % number * 512
+    put(kept, lines, may_be_refused=False)
+    os.fsync(kept)
+    put(rest, lines, may_be_refused=True)  # what lies outside of /workspace is not held
     print(number, flush=True)
     time.sleep(0.01)
 """
