@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(400)]
 SMALL = {"template": "base", "memory": "256MiB", "disk": "256MiB", "cpu": 1, "timeout": "20m"}
 
 
-@pytest.mark.parametrize("part", ["server", "gateway", "node"])
+@pytest.mark.parametrize(
+    "part", ["node", *(pytest.param(part, marks=pytest.mark.slow) for part in ("server", "gateway"))]
+)
 def test_a_part_dies_while_one_is_made_anew(instance: Instance, client: Client, part: str) -> None:
     dice = random.Random(f"recreate and {part}")
     with Sandbox.create(client=client, **SMALL) as sandbox:

@@ -151,8 +151,10 @@ STEPS = ["upload", "run 1", "run 2", "pack", "store", "try"]
 @pytest.mark.parametrize(
     ("how", "step"),
     [
-        *(("kill", step) for step in ("upload", "run 1", "pack", "store", "try")),
-        *(("cancel", step) for step in ("upload", "run 2", "try")),
+        ("kill", "run 1"),
+        ("cancel", "try"),
+        *(pytest.param("kill", step, marks=pytest.mark.slow) for step in ("upload", "pack", "store", "try")),
+        *(pytest.param("cancel", step, marks=pytest.mark.slow) for step in ("upload", "run 2")),
     ],
 )
 def test_a_build_that_is_ended_in_a_step_leaves_nothing(instance, client, step, how):

@@ -60,6 +60,7 @@ def word_of(name: str, instance: SealedInstance) -> str:
         return sandbox.exec(["cat", "/opt/word"]).stdout
 
 
+@pytest.mark.slow
 def test_a_tag_is_resolved_and_its_digest_recorded(sealed, instance, registry, tmp_path):
     client = instance.client()
     digest = publish(registry, tmp_path / "1", tag="1.0", word="one")
@@ -95,6 +96,7 @@ def test_a_registry_that_lies_is_not_believed(instance, registry, tmp_path):
     assert failed.value.details["step"] == "fetch"
 
 
+@pytest.mark.slow
 def test_what_opens_a_registry_is_nowhere_but_in_the_build(instance, registry, tmp_path):
     publish(registry, tmp_path / "1", tag="1.0", word="secret")
     password = hashlib.sha256(b"a password of this test").hexdigest()

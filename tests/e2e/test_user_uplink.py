@@ -140,6 +140,19 @@ def test_a_list_and_its_change_hold_and_what_it_forbids_is_cut_on_both_sides(sea
         assert attempt(sandbox, "http", NAME) == "200"
 
 
+def test_connections_are_recorded(sealed, instance):
+    with Sandbox.create(client=instance.client(), template="python", network="internet") as sandbox:
+        assert attempt(sandbox, "http", addresses.WEB) == "200"
+        assert attempt(sandbox, "tcp", addresses.METADATA, 81) == "ConnectionRefusedError"
+
+        def recorded() -> set[tuple[str | None, int | None, str | None]]:
+            found = {(one.address, one.port, one.verdict) for one in sandbox.audit.connections() if one.kind == "tcp"}
+            return found if len(found) >= 2 else set()
+
+        assert wait_until(recorded) == {(addresses.WEB, 80, "allowed"), (addresses.METADATA, 81, "refused")}
+
+
+@pytest.mark.slow  # up to a minute: the kernel tells of ends, and so of bytes, in its own time
 def test_connections_are_recorded_with_their_bytes(sealed, instance):
     with Sandbox.create(client=instance.client(), template="python", network="internet") as sandbox:
         sandbox.exec(["python3", "-c", FETCH, addresses.WEB], check=True)
@@ -150,7 +163,7 @@ def test_connections_are_recorded_with_their_bytes(sealed, instance):
             over = [port for port, one in found.items() if one.ended_at is not None]
             return found if {8080, 81} <= set(over) else None
 
-        found = wait_until(recorded, within_s=150)  # the kernel tells of ends in its own time
+        found = wait_until(recorded, within_s=150)
         assert (found[8080].verdict, found[8080].address) == ("allowed", addresses.WEB)
         assert found[8080].bytes_received > 3_000_000
         assert 100 < found[8080].bytes_sent < 1_000_000
@@ -187,7 +200,7 @@ def test_killed_it_lets_nothing_out_and_comes_back(sealed, instance):
         assert attempt(sandbox, "tcp", addresses.METADATA, 80) == "ConnectionRefusedError"
 
 
-@pytest.mark.slow  # half a minute: the node gives each a while to come up; tests of the uplink in the kernel say it too
+@pytest.mark.slow  # half a minute: the node gives each a while to come up; "no uplink" is told in test_network_uplink.py too
 def test_one_that_stays_away_is_no_uplink_and_it_is_told(sealed, instance):
     """Stopped, it answers nobody: the node kills it, and the next one too."""
     with Sandbox.create(client=instance.client(), template="python", network="internet") as sandbox:
