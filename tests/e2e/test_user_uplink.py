@@ -200,7 +200,7 @@ def test_killed_it_lets_nothing_out_and_comes_back(sealed, instance):
         assert attempt(sandbox, "tcp", addresses.METADATA, 80) == "ConnectionRefusedError"
 
 
-@pytest.mark.slow  # half a minute: the node gives each a while to come up; "no uplink" is told in test_network_uplink.py too
+@pytest.mark.slow  # half a minute: each is given a while to come up; test_network_uplink.py tells of "no uplink" too
 def test_one_that_stays_away_is_no_uplink_and_it_is_told(sealed, instance):
     """Stopped, it answers nobody: the node kills it, and the next one too."""
     with Sandbox.create(client=instance.client(), template="python", network="internet") as sandbox:
