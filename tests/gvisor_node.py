@@ -74,7 +74,12 @@ class Node:
 
 @contextmanager
 def gvisor_node(
-    *, volume_mib: int | None = None, pool_mib: int = 0, pool_keep: Sequence[str] = (), runtime: str = "gvisor"
+    *,
+    volume_mib: int | None = None,
+    pool_mib: int = 0,
+    pool_keep: Sequence[str] = (),
+    runtime: str = "gvisor",
+    max_sandboxes: int = 64,
 ) -> Iterator[Node]:
     """`volume_mib`: its data lies on a volume of this size. `pool_keep`: what is kept ready, in so much memory."""
     # Not pytest's own folder: the network workers' user must be able to pass it.
@@ -83,7 +88,8 @@ def gvisor_node(
     folders = {"state_dir": folder / "state", "run_dir": folder / "run"}
     # What a test needs does not hang on what else lies on the machine's disk, but where the volume is its own.
     disk = {"disk_overcommit": 1, "disk_reserve_mib": 0} if volume_mib else {"disk_overcommit": 16}
-    settings = load_settings(**folders, **disk, runtime=runtime, pool_memory_mib=pool_mib, pool_keep=list(pool_keep))
+    pool = {"pool_memory_mib": pool_mib, "pool_keep": list(pool_keep)}
+    settings = load_settings(**folders, **disk, **pool, runtime=runtime, max_sandboxes=max_sandboxes)
     with _volume(folder, volume_mib), DaemonForker() as forker:
         node = Node(settings, forker)
         try:
