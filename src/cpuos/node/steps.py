@@ -45,8 +45,8 @@ class Together:
 async def run_steps(verb: str, steps: Sequence[Step | Together], *, checkpoint: Checkpoint) -> None:
     """Do all steps in order. On a failure undo those begun, newest first, and raise the failure.
 
-    Cancelling takes effect between steps, never inside one: a step may have threads at work on the host. An undo that
-    fails does not stop the others; then UndoFailed is raised from the failure.
+    Cancelling takes effect between steps, never inside one or its undo: both may have threads at work on the host. An
+    undo that fails does not stop the others; then UndoFailed is raised from the failure.
     """
     failed: list[str] = []
 
@@ -54,7 +54,7 @@ async def run_steps(verb: str, steps: Sequence[Step | Together], *, checkpoint: 
         try:
             checkpoint(f"{verb}.{step.name}.undo")
             if step.undo is not None:
-                await step.undo()
+                await run_whole(step.undo())
         except Exception:
             log.exception("undo failed", verb=verb, step=step.name)
             failed.append(step.name)
@@ -87,7 +87,7 @@ async def _all_to_the_end(works: Sequence[Coroutine[Any, Any, None]]) -> None:
             raise outcome
 
 
-async def run_whole(work: Coroutine[Any, Any, T]) -> T:
+async def run_whole(work: Awaitable[T]) -> T:
     """Await to the end even when the caller is cancelled meanwhile; the cancellation is raised then."""
     task = asyncio.ensure_future(work)
     try:

@@ -88,3 +88,25 @@ async def test_a_cancelled_verb_lets_them_end_and_undoes_them():
     with pytest.raises(asyncio.CancelledError):
         await running
     assert log.lines == ["did quick", "did slow", "undid quick", "undid slow"]
+
+
+async def test_an_undo_that_is_cancelled_comes_to_its_end():
+    log, begun, gate = Log(), asyncio.Event(), asyncio.Event()
+
+    async def undo() -> None:
+        begun.set()
+        await gate.wait()
+        log.lines.append("undid slow")
+
+    async def do() -> None:
+        log.lines.append("did slow")
+
+    steps = [log.step("first"), Step(name="slow", do=do, undo=undo), log.step("last", fails=True)]
+    verb = asyncio.create_task(run_steps("verb", steps, checkpoint=lambda point: None))
+    await begun.wait()
+    verb.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await verb
+    assert log.lines == ["did first", "did slow", "undid last", "undid slow", "undid first"]

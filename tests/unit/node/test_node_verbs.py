@@ -151,9 +151,9 @@ async def test_delete_ends_a_create_that_goes_on(settings, asking):
     async with fake_node(settings, checkpoint=faults) as node:
         original = node.parts.slots.take
 
-        async def slow_take(sandbox_id, policy):
+        async def slow_take(sandbox_id, policy, **values):
             await deleting_has_come(node)
-            return await original(sandbox_id, policy)
+            return await original(sandbox_id, policy, **values)
 
         node.parts.slots.take = slow_take
         with pytest.raises(Conflict, match="cannot create"):
