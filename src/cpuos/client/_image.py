@@ -21,8 +21,6 @@ from cpuos.types.template import ARCHIVE, CREDENTIALS
 
 __all__ = ["Image", "image_name", "open_image"]
 
-_PIECE = 1 << 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
@@ -91,14 +89,11 @@ def _pack(layout: Path, target: Path) -> None:
 
 
 def _measured(local: Path) -> RecipeFile:
-    digest, size = hashlib.sha256(), 0
     try:
         if not local.is_file():
             raise _refused(local, "it is no regular file" if local.exists() else "there is no such file or folder")
         with local.open("rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-                size += len(piece)
+            digest, size = hashlib.file_digest(file, "sha256"), file.tell()
     except OSError as error:
         raise _refused(local, error.strerror or str(error)) from error
     return RecipeFile(path=ARCHIVE, content=local, sha256=digest.hexdigest(), size=size, mode=0o600)

@@ -13,8 +13,6 @@ from cpuos.errors import InvalidRequest
 
 __all__ = ["RecipeFile", "read_recipe_files"]
 
-_PIECE = 1 << 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
@@ -72,14 +70,11 @@ def _of_local(path: str, local: Path) -> list[RecipeFile]:
 
 
 def _of_file(path: str, local: Path) -> RecipeFile:
-    digest, size = hashlib.sha256(), 0
     try:
         if not local.is_file():
             raise _refused(local, "it is no regular file" if local.exists() else "there is no such file")
         with local.open("rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-                size += len(piece)
+            digest, size = hashlib.file_digest(file, "sha256"), file.tell()
     except OSError as error:
         raise _refused(local, error.strerror or str(error)) from error
     mode = 0o755 if os.access(local, os.X_OK) else 0o644

@@ -116,6 +116,14 @@ class ControlGroups:
         """Open the memory files of a sandbox for reading them often; close it."""
         return MemoryGauge(self._group("memory", sandbox_id), names=self._names)
 
+    def memory_bytes(self, sandbox_id: str) -> int:
+        """What its gauge reads now."""
+        gauge = self.gauge(sandbox_id)
+        try:
+            return gauge.read()
+        finally:
+            gauge.close()
+
     def cpu_seconds(self, sandbox_id: str) -> float:
         if self.version == 1:
             return int((self._group("cpuacct", sandbox_id) / "cpuacct.usage").read_text()) / 1e9

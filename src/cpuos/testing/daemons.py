@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, Self
 
+from cpuos.errors import CpuosError
+from cpuos.node.client import LocalNodeClient
 from cpuos.settings import Settings
 from cpuos.testing import node
 from cpuos.testing.node import plan_fault
 
-__all__ = ["DaemonForker", "NodeDaemon", "main"]
+__all__ = ["Daemon", "DaemonForker", "NodeDaemon", "main"]
 
 
 class NodeDaemon:
@@ -50,6 +54,30 @@ class NodeDaemon:
         if self.returncode is None:
             self.returncode = self._forker.ask({verb: self.pid})["status"]
         return self.returncode
+
+
+class Daemon:
+    """A daemon with a client of it; stopped in the end when it has not ended before."""
+
+    def __init__(self, process: NodeDaemon, settings: Settings) -> None:
+        self.process = process
+        self.client = LocalNodeClient(settings.node_socket)
+
+    async def __aenter__(self) -> Self:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                await self.client.list()
+                return self
+            except CpuosError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.01)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.client.aclose()
+        self.process.terminate()
+        await asyncio.to_thread(self.process.wait)
 
 
 class DaemonForker:

@@ -8,16 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from cpuos.errors import CpuosError
-from cpuos.node.client import DialClient, LocalNodeClient
+from cpuos.node.client import DialClient
 from cpuos.runtimes.processes import find_process
 from cpuos.settings import Settings
-from cpuos.testing.daemons import DaemonForker, NodeDaemon
+from cpuos.testing.daemons import Daemon, DaemonForker
 from cpuos.testing.faults import assert_nothing_left
 from cpuos.testing.node import fake_parts
 
@@ -32,30 +31,6 @@ DELETE_POINTS = [
     for step in ("record", "destroy", "slot", "disk", "workdir", "gone")
     for side in ("before", "after")
 ]
-
-
-class Daemon:
-    """A daemon with a client of it; stopped in the end when it has not ended before."""
-
-    def __init__(self, process: NodeDaemon, settings: Settings) -> None:
-        self.process = process
-        self.client = LocalNodeClient(settings.node_socket)
-
-    async def __aenter__(self) -> Daemon:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                await self.client.list()
-                return self
-            except CpuosError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.01)
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.client.aclose()
-        self.process.terminate()
-        await asyncio.to_thread(self.process.wait)
 
 
 @pytest.fixture(scope="module")

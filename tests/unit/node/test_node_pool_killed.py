@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
 from cpuos.errors import CpuosError
-from cpuos.node.client import LocalNodeClient
 from cpuos.settings import Settings
-from cpuos.testing.daemons import DaemonForker, NodeDaemon
+from cpuos.testing.daemons import Daemon, DaemonForker
 from cpuos.testing.faults import assert_nothing_left
 from cpuos.testing.node import fake_parts, fake_settings
 from cpuos.types.node import NodeSandboxCreate, ReadySandbox
@@ -25,27 +23,7 @@ FILL_POINTS = [
 TAKE_POINTS = [f"take.{step}.{side}" for step in ("record", "network") for side in ("before", "after")]
 
 
-class Daemon:
-    def __init__(self, process: NodeDaemon, settings: Settings) -> None:
-        self.process = process
-        self.client = LocalNodeClient(settings.node_socket)
-
-    async def __aenter__(self) -> Daemon:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                await self.client.list()
-                return self
-            except CpuosError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.01)
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.client.aclose()
-        self.process.terminate()
-        await asyncio.to_thread(self.process.wait)
-
+class PoolDaemon(Daemon):
     async def ready(self) -> ReadySandbox:
         """The one that is kept ready, once it is."""
         pool = await self.client.pool(0, wait_s=0)
@@ -68,10 +46,10 @@ async def settings() -> AsyncIterator[Settings]:
 
 
 @pytest.fixture
-def daemon(forker: DaemonForker, settings: Settings) -> Callable[..., Daemon]:
-    def start(*, kill_at: str = "") -> Daemon:
+def daemon(forker: DaemonForker, settings: Settings) -> Callable[..., PoolDaemon]:
+    def start(*, kill_at: str = "") -> PoolDaemon:
         settings.node_socket.unlink(missing_ok=True)
-        return Daemon(forker.start(settings, kill_at=kill_at), settings)
+        return PoolDaemon(forker.start(settings, kill_at=kill_at), settings)
 
     return start
 

@@ -121,11 +121,7 @@ class MicrovmRuntime:
         if sandbox_id not in self._running:
             raise _not_found("measure", sandbox_id)
         try:
-            gauge = self._groups.gauge(sandbox_id)
-            try:
-                memory_bytes = gauge.read()
-            finally:
-                gauge.close()
+            memory_bytes = self._groups.memory_bytes(sandbox_id)
             cpu_seconds = self._groups.cpu_seconds(sandbox_id)
         except OSError as problem:
             raise _not_found("measure", sandbox_id) from problem
