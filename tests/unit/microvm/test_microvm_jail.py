@@ -70,6 +70,7 @@ def seen(tmp_path_factory):
         control.bind(str(folder / "control"))
         control.listen()
         plan = Launch(
+            name=ID,
             command=["/usr/bin/python3", "-I", "-S", "-c", LOOK],
             root=folder / "root",
             boot=boot,

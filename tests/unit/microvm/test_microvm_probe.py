@@ -6,12 +6,14 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cpuos.errors import SetupRequired
 from cpuos.runtimes.microvm import probe
+from cpuos.runtimes.microvm.launch import Launch, launch
 from cpuos.runtimes.microvm.probe import Prober
 from cpuos.runtimes.microvm.qemu import Qemu
 from cpuos.runtimes.microvm.vmm import Drive, Machine
@@ -47,6 +49,12 @@ class Program:
         assert word
         self.starts += word[1] != "-"  # that is how it would be started, asked for to know it again
         return ["/usr/bin/python3", "-I", "-S", "-c", self._text, word[1]]
+
+    def launch(self, plan: Launch, machine: Machine, *, control: Path | None = None) -> tuple[int, int]:
+        return launch(replace(plan, command=self.command(machine)))
+
+    async def boot(self, control: Path, machine: Machine) -> None:
+        pass
 
     async def ask_state(self, control: Path, *, timeout_s: float) -> str:
         raise NotImplementedError

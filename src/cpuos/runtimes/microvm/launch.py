@@ -28,12 +28,14 @@ _ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8"}
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    command: list[str]
+    name: str
+    """Of the machine, unique on this host: letters and digits."""
     root: Path
-    """An empty folder for its root."""
+    """An empty folder for its root, in a folder of the machine's own."""
     boot: Path
     """What it boots from, seen by it as /boot."""
     uid: int
+    command: list[str] = field(default_factory=list)
     groups: tuple[Path, ...] = ()
     files: Mapping[int, tuple[Path, bool]] = field(default_factory=dict)
     """Number to a file and whether it may write."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from cpuos.errors import CpuosError, SetupRequired
 from cpuos.runtimes.base import Probe
 from cpuos.runtimes.microvm.image import GuestImage, find_image
-from cpuos.runtimes.microvm.launch import Launch, launch, user_for
+from cpuos.runtimes.microvm.launch import CONTROL, Launch, user_for
 from cpuos.runtimes.microvm.qemu import Qemu
 from cpuos.runtimes.microvm.vmm import Machine, Vmm
 from cpuos.types.sandbox import Isolation
@@ -127,20 +127,15 @@ class Prober:
         word = secrets.token_hex(8)
         answer = hashlib.sha256(word.encode()).hexdigest().encode()  # the kernel prints its command line, word and all
         limit_s = KVM_BOOT_S if vmm.kvm else EMULATED_BOOT_S
-        root = self._folder / secrets.token_hex(4)
-        root.mkdir(mode=0o700, parents=True)
-        plan = Launch(
-            command=vmm.command(_probed(word)),
-            root=root,
-            boot=self._image_dir,
-            uid=user_for(root.name, taken=()),
-            kvm=vmm.kvm,
-        )
+        own = self._folder / secrets.token_hex(4)
+        (own / "root").mkdir(mode=0o700, parents=True)
+        user = user_for(own.name, taken=())
+        plan = Launch(name=own.name, root=own / "root", boot=self._image_dir, uid=user, kvm=vmm.kvm)
         try:
             started = asyncio.get_running_loop().time()
-            said, ended = await asyncio.to_thread(_run, plan, answer=answer, limit_s=limit_s)
+            said, ended = await _run(vmm, plan, word=word, answer=answer, limit_s=limit_s)
         finally:
-            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
         if answer in said:
             return True, f"a guest answered after {asyncio.get_running_loop().time() - started:.1f} s"
         return False, _what_was_seen(vmm, said, how="before it ended" if ended else f"in {limit_s:.0f} s")
@@ -186,25 +181,40 @@ def _probed(word: str) -> Machine:
     )
 
 
-def _run(plan: Launch, *, answer: bytes, limit_s: float) -> tuple[bytes, bool]:
+async def _run(vmm: Vmm, plan: Launch, *, word: str, answer: bytes, limit_s: float) -> tuple[bytes, bool]:
     """What the machine says until it has answered, ends, or the time is up; and whether it has ended."""
-    pid, output = launch(plan)
-    said, ended, deadline = b"", False, time.monotonic() + limit_s
+    machine, control = _probed(word), plan.root.parent / CONTROL
+    pid, output = await asyncio.to_thread(vmm.launch, plan, machine, control=control)
+    reading = asyncio.create_task(asyncio.to_thread(_read_until, output, answer=answer, limit_s=limit_s))
     try:
-        while answer not in said and len(said) < _MAX_SAID:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([output], [], [], left)[0]:
-                break
-            piece = os.read(output, 65536)
-            if not piece:
-                ended = True
-                break
-            said += piece
+        booting = asyncio.create_task(vmm.boot(control, machine))
+        await asyncio.wait({reading, booting}, return_when=asyncio.FIRST_COMPLETED)
+        if booting.done() and not reading.done():
+            booting.result()
+        booting.cancel()
+        return await reading
     finally:
+        await asyncio.to_thread(_end, pid)
+        await asyncio.wait({reading})
         os.close(output)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return said, ended
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)  # a child that was not waited for: the number is still its own
+    os.waitpid(pid, 0)
+
+
+def _read_until(output: int, *, answer: bytes, limit_s: float) -> tuple[bytes, bool]:
+    said, deadline = b"", time.monotonic() + limit_s
+    while answer not in said and len(said) < _MAX_SAID:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([output], [], [], left)[0]:
+            break
+        piece = os.read(output, 65536)
+        if not piece:
+            return said, True
+        said += piece
+    return said, False
 
 
 def _what_was_seen(vmm: Vmm, said: bytes, *, how: str) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cpuos.runtimes.microvm.launch import Launch, launch
 from cpuos.runtimes.microvm.vmm import Drive, Machine
 
 __all__ = ["Qemu", "ask"]
@@ -59,8 +62,30 @@ class Qemu:
         words += ["-serial", "stdio" if machine.tells_console else "none", "-monitor", "none"]
         return [*words, "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]
 
+    def launch(self, plan: Launch, machine: Machine, *, control: Path | None = None) -> tuple[int, int]:
+        plan = replace(plan, command=self.command(machine))
+        if control is None:
+            return launch(plan)
+        with _listen(control) as listening:
+            return launch(plan, control=listening)
+
+    async def boot(self, control: Path, machine: Machine) -> None:
+        """It has all of it from its command line."""
+
     async def ask_state(self, control: Path, *, timeout_s: float) -> str:
         return str((await ask(control, "query-status", timeout_s=timeout_s))["status"])
+
+
+def _listen(path: Path) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        made.bind(str(path))
+        path.chmod(0o600)
+        made.listen(4)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _drive(drive: Drive) -> list[str]:

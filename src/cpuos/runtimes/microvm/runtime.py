@@ -13,10 +13,10 @@ import asyncio
 import json
 import os
 import shutil
-import socket
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import structlog
 
@@ -25,7 +25,7 @@ from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import Capability, Probe, Process, RuntimeLimits, RuntimeStats, SandboxSpec
 from cpuos.runtimes.limits import ControlGroups
 from cpuos.runtimes.microvm.image import find_image
-from cpuos.runtimes.microvm.launch import CONTROL, Launch, drive_numbers, guest_arguments, launch, user_for
+from cpuos.runtimes.microvm.launch import CONTROL, Launch, drive_numbers, guest_arguments, user_for
 from cpuos.runtimes.microvm.probe import Prober
 from cpuos.runtimes.microvm.vmm import Drive, Machine, Vmm
 from cpuos.runtimes.processes import find_process, open_process
@@ -128,6 +128,9 @@ class MicrovmRuntime:
         # From outside a machine is one process; how many run inside only its own kernel knows.
         return RuntimeStats(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, processes=1)
 
+    def cpu_seconds(self, sandbox_id: str) -> float:
+        return self._groups.cpu_seconds(sandbox_id)
+
     def host_processes(self, max_processes: int) -> int:
         """The guest's own are its kernel's; the host sees QEMU's threads."""
         return _VMM_TASKS
@@ -165,9 +168,8 @@ class MicrovmRuntime:
             cpu=spec.cpu,
             processes=_VMM_TASKS + spec.cpu,
         )
-        with _listen(folder / CONTROL) as control:
-            plan = self._plan(spec, vmm, uid=uid, groups=groups)
-            pid, output = await asyncio.to_thread(launch, plan, control=control)
+        machine, plan = self._plan(spec, vmm, uid=uid, groups=groups)
+        pid, output = await asyncio.to_thread(vmm.launch, plan, machine, control=folder / CONTROL)
         try:
             process = find_process(pid)
             pidfd = open_process(process) if process is not None else None
@@ -175,7 +177,7 @@ class MicrovmRuntime:
                 _reap(pid)
                 raise PlatformError(f"cannot start sandbox {spec.id}", f"its VMM ended at once: {_drain(output)}")
             self._watch(spec.id, process, pidfd=pidfd)
-            await self._until_running(spec.id, vmm, folder / CONTROL, output=output)
+            await self._until_running(spec.id, vmm, machine, output=output)
         finally:
             # What a VMM has to say once its guest runs could be the guest's doing.
             os.close(output)
@@ -183,7 +185,7 @@ class MicrovmRuntime:
         log.info("microvm started", sandbox=spec.id, vmm=vmm.name, kvm=vmm.kvm, ms=round(1e3 * spent, 1))
         return process
 
-    def _plan(self, spec: SandboxSpec, vmm: Vmm, *, uid: int, groups: list[Path]) -> Launch:
+    def _plan(self, spec: SandboxSpec, vmm: Vmm, *, uid: int, groups: list[Path]) -> tuple[Machine, Launch]:
         find_image(self._image_dir)
         template, root, workspace, tap, control = drive_numbers(5)
         files = {
@@ -206,8 +208,8 @@ class MicrovmRuntime:
             guest_mac=GUEST_MAC,
             control=control,
         )
-        return Launch(
-            command=vmm.command(machine),
+        plan = Launch(
+            name=spec.id,
             root=self._run_dir / spec.id / "root",
             boot=self._image_dir,
             uid=uid,
@@ -217,6 +219,7 @@ class MicrovmRuntime:
             control=control,
             kvm=vmm.kvm,
         )
+        return machine, plan
 
     def _make_folder(self, folder: Path, spec: SandboxSpec) -> int:
         (folder / "root").mkdir(mode=0o700, parents=True)
@@ -234,12 +237,18 @@ class MicrovmRuntime:
                 continue
         return taken
 
-    async def _until_running(self, sandbox_id: str, vmm: Vmm, control: Path, *, output: int) -> None:
+    async def _until_running(self, sandbox_id: str, vmm: Vmm, machine: Machine, *, output: int) -> None:
         """The VMM answers, and says that its machine runs."""
-        running = self._running[sandbox_id]
+        running, control = self._running[sandbox_id], self._run_dir / sandbox_id / CONTROL
         state = "it did not answer"
         try:
             async with asyncio.timeout(_START_S):
+                try:
+                    await _unless_ended(vmm.boot(control, machine), running.ended)
+                except OSError as problem:
+                    raise PlatformError(
+                        f"cannot start sandbox {sandbox_id}", f"its VMM: {problem}; {await _said(output)}".strip("; ")
+                    ) from problem
                 while not running.ended.done():
                     try:
                         if (state := await vmm.ask_state(control, timeout_s=_START_S)) == "running":
@@ -249,8 +258,8 @@ class MicrovmRuntime:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             pass
-        said = await asyncio.to_thread(_drain, output)
-        raise PlatformError(f"cannot start sandbox {sandbox_id}", f"its VMM does not run: {state}; {said}".strip("; "))
+        why = f"its VMM does not run: {state}; {await _said(output)}".strip("; ")
+        raise PlatformError(f"cannot start sandbox {sandbox_id}", why)
 
     # its life
 
@@ -295,16 +304,19 @@ class MicrovmRuntime:
             pass
 
 
-def _listen(path: Path) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+async def _unless_ended(work: Coroutine[Any, Any, None], ended: asyncio.Future[str]) -> None:
+    """Do it, but for nothing once the process has ended."""
+    task = asyncio.ensure_future(work)
     try:
-        made.bind(str(path))
-        path.chmod(0o600)
-        made.listen(4)
-    except OSError:
-        made.close()
-        raise
-    return made
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+
+
+async def _said(output: int) -> str:
+    return await asyncio.to_thread(_drain, output)
 
 
 def _drain(output: int) -> str:

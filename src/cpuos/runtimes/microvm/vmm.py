@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from cpuos.runtimes.microvm.launch import Launch
+
 __all__ = ["Drive", "Machine", "Vmm"]
 
 
@@ -48,7 +50,18 @@ class Vmm(Protocol):
         """As the program says it; raises OSError where it does not start."""
         ...
 
-    def command(self, machine: Machine) -> list[str]: ...
+    def command(self, machine: Machine) -> list[str]:
+        """What tells this way of running the machine from any other."""
+        ...
+
+    def launch(self, plan: Launch, machine: Machine, *, control: Path | None = None) -> tuple[int, int]:
+        """Start it in its jail: its process number, and a descriptor of what it says. `control` is where it will be
+        asked. Raises OSError."""
+        ...
+
+    async def boot(self, control: Path, machine: Machine) -> None:
+        """The machine that was launched begins. Raises OSError where the VMM refuses or does not answer."""
+        ...
 
     def overhead_mib(self) -> int:
         """Host memory that it may take beside its guest's."""
