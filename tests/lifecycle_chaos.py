@@ -10,23 +10,24 @@ import hashlib
 import os
 import random
 import signal
-import sqlite3
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cpuos import Client, Sandbox, Snapshot
 from cpuos.errors import ERRORS, CpuosError
-from cpuos.server.states import TRANSITIONS
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
+from cpuos.types.sandbox import Recreated, SandboxState
 
-__all__ = ["SHAPE", "Box", "Chaos", "Snap", "StateHistory"]
+__all__ = ["SHAPE", "Box", "Chaos", "Snap"]
 
+S = SandboxState
 SHAPE = {"template": "base", "cpu": 1, "memory": "256MiB", "disk": "64MiB", "timeout": "1h"}
 MAX_BOXES, MAX_SNAPS, CLIENTS = 5, 3, 4
 CALL_S = 200.0
@@ -54,10 +55,17 @@ class Box:
     """Files that must be there."""
     tried: set[str] = field(default_factory=set)
     """Files that may be there."""
+    home: set[str] = field(default_factory=set)
+    """Those of `acknowledged` that must be outside of /workspace too: of one that was made anew what was saved."""
+    written_at: dict[str, datetime] = field(default_factory=dict)
     count: int | None = None
     """What its counting process had come to; None: it has none."""
     shot: bool = False
-    """Its process was killed by SIGKILL."""
+    """Its process was killed by SIGKILL, and it was not made anew since."""
+    lives: int = 1
+    """One more each time it was made anew."""
+    generation: int = 1
+    """Of the last of these."""
     ended: bool = False
     """Its kill was asked for."""
     pauses: int = 0
@@ -68,43 +76,9 @@ class Snap:
     id: str
     acknowledged: frozenset[str]
     tried: frozenset[str]
+    home: frozenset[str]
     count: int | None
     """None: it was saved without processes."""
-
-
-class StateHistory:
-    """All changes of state that the server's database ever saw, written down by the database itself."""
-
-    def __init__(self, instance: Instance) -> None:
-        self._path = instance.settings.server_state_dir / "cpuos.db"
-        with self._open() as database:
-            database.executescript(
-                """CREATE TABLE chaos_history (sandbox TEXT, was TEXT, becomes TEXT, reason TEXT);
-                CREATE TRIGGER chaos_states AFTER UPDATE OF state ON sandboxes WHEN OLD.state <> NEW.state BEGIN
-                INSERT INTO chaos_history VALUES (NEW.id, OLD.state, NEW.state, NEW.reason); END;"""
-            )
-
-    def moves(self) -> list[tuple[str, str, str, str]]:
-        with self._open() as database:
-            return database.execute("SELECT * FROM chaos_history ORDER BY rowid").fetchall()
-
-    def illegal(self) -> list[tuple[str, str, str, str]]:
-        legal = {(was.value, then.value) for was, verbs in TRANSITIONS.items() for then in verbs.values()}
-        return [move for move in self.moves() if move[1:3] not in legal]
-
-    def open_intents(self) -> int:
-        with self._open() as database:
-            return int(database.execute("SELECT count(*) FROM open_intents").fetchone()[0])
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """While the server runs: the files beside the database are its own then."""
-        database = sqlite3.connect(self._path, timeout=30)
-        try:
-            with database:
-                yield database
-        finally:
-            database.close()
 
 
 class Chaos:
@@ -184,14 +158,19 @@ class Chaos:
             alive = [box for box in self.boxes.values() if not (box.shot or box.ended)]
         if len(alive) < 2:
             return
-        box = dice.choice(sorted(alive, key=lambda box: box.id))
+        self._shoot_box(dice.choice(sorted(alive, key=lambda box: box.id)))
+
+    def _shoot_box(self, box: Box) -> None:
         with contextlib.suppress(OSError, TypeError, KeyError, ValueError):  # it is paused, or in between
             pid = self.instance.sandbox_process(box.id)
             process = os.pidfd_open(pid)
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_text()
                 if box.id in words and str(self.instance.run_dir) in words:
-                    box.shot = True
+                    with self._lock:
+                        if box.shot:
+                            return
+                        box.shot, box.home, box.count = True, set(), None
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
                 os.close(process)
@@ -211,6 +190,7 @@ class Chaos:
             self.snapshot: 8,
             self.create_from_snapshot: 7,
             self.fork: 4,
+            self.recreate: 8,
             self.kill: 5,
             self.delete_snapshot: 4,
         }
@@ -239,9 +219,15 @@ class Chaos:
             sandbox = Sandbox.create(client=client, **SHAPE)
             box = Box(id=sandbox.id)
             self._add(box)
-            with self._call("count", box=box):
-                sandbox.spawn(_COUNTER)
-                box.count = 0
+            self._begin_count(box, sandbox)
+
+    def _begin_count(self, box: Box, sandbox: Sandbox) -> None:
+        with self._call("count", box=box):
+            lives = box.lives
+            sandbox.spawn(_COUNTER)
+            with self._lock:
+                if not box.shot and box.lives == lives:
+                    box.count = 0
 
     def create_from_snapshot(self, dice: random.Random, client: Client) -> None:
         snap = self._pick_snap(dice)
@@ -254,24 +240,45 @@ class Chaos:
         if (box := self._pick(dice)) is None:
             return
         with self._call("fork", box=box, makes=True):
-            with self._lock:
-                acknowledged, count = frozenset(box.acknowledged), box.count
+            before = self._moment(box)
             made = Sandbox.connect(box.id, client=client).fork(dice.choice([1, 1, 2]))
-            with self._lock:
-                moment = Snap(id="", acknowledged=acknowledged, tried=frozenset(box.tried), count=count)
+            moment = self._snap("", box, before, memory=True)
             for sandbox in made:
                 self._add(self._born(sandbox.id, moment))
+
+    def _moment(self, box: Box) -> Box:
+        """What it has now at least."""
+        with self._lock:
+            return Box(
+                id=box.id,
+                acknowledged=set(box.acknowledged),
+                home=set(box.home),
+                count=box.count,
+                shot=box.shot,
+                lives=box.lives,
+            )
+
+    def _snap(self, snapshot_id: str, box: Box, before: Box, *, memory: bool) -> Snap:
+        """Of one that was `before` when it began. One that was made anew meanwhile may be of before or after that."""
+        with self._lock:
+            same = box.lives == before.lives and not box.shot
+            return Snap(
+                id=snapshot_id,
+                acknowledged=frozenset(before.acknowledged),
+                tried=frozenset(box.tried),
+                home=frozenset(before.home if same else before.home & box.home),
+                count=before.count if memory and same else None,
+            )
 
     def snapshot(self, dice: random.Random, client: Client) -> None:
         if (box := self._pick(dice)) is None:
             return
         with self._call("snapshot", box=box, makes=True):
             memory = dice.random() < 0.75
-            with self._lock:
-                acknowledged, count = frozenset(box.acknowledged), box.count if memory else None
+            before = self._moment(box)
             made = Sandbox.connect(box.id, client=client).snapshot(memory=memory)
+            snap = self._snap(made.id, box, before, memory=memory)
             with self._lock:
-                snap = Snap(id=made.id, acknowledged=acknowledged, tried=frozenset(box.tried), count=count)
                 self.snaps[snap.id] = snap
 
     def delete_snapshot(self, dice: random.Random, client: Client) -> None:
@@ -290,12 +297,16 @@ class Chaos:
             self._names += 1
             name = f"f-{box.id}-{self._names}"
             box.tried.add(name)
+            lives = box.lives
         with self._call("write", box=box, waits=True):
             sandbox = Sandbox.connect(box.id, client=client)
             result = sandbox.exec(_WRITE.format(name=name, lines=_LINES), timeout="120s")
             if result.ok:
                 with self._lock:
                     box.acknowledged.add(name)
+                    box.written_at[name] = datetime.now(UTC)
+                    if box.lives == lives and not box.shot:
+                        box.home.add(name)
             elif result.status == "exited":
                 self.wrong(f"write in {box.id}: {result}")
 
@@ -317,6 +328,53 @@ class Chaos:
         with self._call("resume", box=box):
             Sandbox.connect(box.id, client=client).resume()
 
+    def recreate(self, dice: random.Random, client: Client) -> None:
+        """Kill the process of one, unless one is lost already, and make that anew."""
+        with self._lock:
+            lost = sorted((box for box in self.gone.values() if box.shot and not box.ended), key=lambda box: box.id)
+        box = dice.choice(lost) if lost else self._pick(dice)
+        if box is None:
+            return
+        if not box.shot:
+            self._shoot_box(box)
+        if not box.shot:
+            return  # it has no process now
+        with self._call("recreate", box=box):
+            sandbox = Sandbox.connect(box.id, client=client)
+            recreated = self._recreate_at_last(box, sandbox)
+            with self._lock:
+                if recreated is None or not box.shot:
+                    return  # ended by another, or another has made it anew
+                saved_at = recreated.root_at if recreated.root == "saved" else None
+                box.home = {
+                    name for name, at in box.written_at.items() if saved_at and at < saved_at - timedelta(seconds=2)
+                }
+                box.shot, box.lives, box.generation = False, box.lives + 1, sandbox.info.generation
+                self.gone.pop(box.id, None)
+                self.boxes[box.id] = box
+            if recreated.workspace != "all":
+                self.wrong(f"recreate of {box.id}: {recreated}")
+            self._begin_count(box, sandbox)
+
+    def _recreate_at_last(self, box: Box, sandbox: Sandbox) -> Recreated | None:
+        """As a patient client; None where another has ended it."""
+        until = time.monotonic() + CALL_S
+        while True:
+            try:
+                if sandbox.refresh().state is S.LOST:
+                    sandbox.recreate()
+                if sandbox.refresh().generation > box.generation and sandbox.info.state in (S.RUNNING, S.PAUSED):
+                    return sandbox.info.recreated
+                raise TimeoutError("it is not lost yet, or being made")
+            except (CpuosError, TimeoutError) as error:
+                if box.ended:
+                    return None
+                code = error.code if isinstance(error, CpuosError) else "wrong_state"
+                if code not in _AWAY | _MOVED | {"capacity_exceeded"} or time.monotonic() > until:
+                    self.wrong(f"recreate of {box.id}: {error!r}: {error}")
+                    return None
+                time.sleep(0.2)
+
     def kill(self, dice: random.Random, client: Client) -> None:
         if (box := self._pick(dice)) is None:
             return
@@ -329,21 +387,25 @@ class Chaos:
     def look(self, box: Box, client: Client, *, root: bool = True) -> None:
         """Its files and its counting process are as they must be; without `root` only those of /workspace."""
         with self._lock:
-            must, count = set(box.acknowledged), box.count
+            must, home, count, lives = set(box.acknowledged), set(box.home), box.count, box.lives
         sandbox = Sandbox.connect(box.id, client=client)
         result = sandbox.exec(_LOOK, timeout="120s")
         if result.status != "exited":
             return  # it was cut off, and says so
         with self._lock:
             may = set(box.tried)
+            if box.shot or box.lives != lives:  # which of its lives this is of is not known
+                home, count = set(), None
         text, _, elsewhere = result.stdout.partition("\n\n") if must else (result.stdout, "", "")
         counters, counted, *workspace = text.split("\n")
         for place, lines in (("/workspace", workspace), ("~", elsewhere.split("\n")))[: 2 if root else 1]:
             found = {line.split()[1]: line.split()[0] for line in lines if " " in line}
             torn = {name for name, digest in found.items() if digest != _digest(name)}
+            needed = must
             if place == "~":
-                torn -= may - must  # one that is being written
-            if lost := must - found.keys():
+                needed = home
+                torn -= may - home  # one that is being written, or was when its root was saved
+            if lost := needed - found.keys():
                 self.wrong(f"{box.id} has lost of {place}: {sorted(lost)}: {result}")
             if (strange := found.keys() - may) or torn:
                 self.wrong(f"{box.id} has in {place} what is not its own: {sorted(strange)}, or torn: {sorted(torn)}")
@@ -362,7 +424,13 @@ class Chaos:
             self.boxes[box.id] = box
 
     def _born(self, sandbox_id: str, snap: Snap) -> Box:
-        return Box(id=sandbox_id, acknowledged=set(snap.acknowledged), tried=set(snap.tried), count=snap.count)
+        return Box(
+            id=sandbox_id,
+            acknowledged=set(snap.acknowledged),
+            tried=set(snap.tried),
+            home=set(snap.home),
+            count=snap.count,
+        )
 
     def _pick(self, dice: random.Random) -> Box | None:
         with self._lock:
@@ -386,7 +454,7 @@ class Chaos:
     ) -> Iterator[None]:
         """A call ends with its result or an error that may come, in its time. One that `waits` does so while the
         sandbox is paused."""
-        began, pauses = time.monotonic(), box.pauses if box else 0
+        began, pauses, lives = time.monotonic(), box.pauses if box else 0, box.lives if box else 0
         outcome = "ok"
         try:
             yield
@@ -397,10 +465,11 @@ class Chaos:
                 self.wrong(what)
             if box is not None and error.code in _ENDED:
                 with self._lock:
-                    if self.boxes.pop(box.id, None) is not None:
+                    told_of_now = box.lives == lives
+                    if told_of_now and self.boxes.pop(box.id, None) is not None:
                         self.gone[box.id] = box
-                if not (box.shot or box.ended):
-                    self.wrong(what)
+                    if told_of_now and not (box.shot or box.ended):
+                        self.faults.append(what)
             if makes and error.code in _AWAY:
                 self.unknown_outcomes += 1
         took = time.monotonic() - began

@@ -19,7 +19,8 @@ from cpuos.services.health import ask
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
 from cpuos.types.sandbox import LIVE_STATES
-from lifecycle_chaos import SHAPE, Box, Chaos, StateHistory
+from lifecycle_chaos import SHAPE, Box, Chaos
+from state_history import StateHistory
 
 pytestmark = [pytest.mark.gvisor]
 IN_BETWEEN = {"creating", "pausing", "resuming", "stopping"}
@@ -92,7 +93,13 @@ def all_known_are_whole(chaos: Chaos, client: Client) -> None:
             chaos.look(copy, client, root=False)
     for snap in chaos.snaps.values():
         with Sandbox.create(snapshot=snap.id, client=client) as sandbox:
-            copy = Box(id=sandbox.id, acknowledged=set(snap.acknowledged), tried=set(snap.tried), count=snap.count)
+            copy = Box(
+                id=sandbox.id,
+                acknowledged=set(snap.acknowledged),
+                tried=set(snap.tried),
+                home=set(snap.home),
+                count=snap.count,
+            )
             chaos.look(copy, client)
 
 
