@@ -18,6 +18,8 @@ from cpuos.testing.instance import Instance
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.usefixtures("instance")]
 
+TOLD_S = 15.0
+"""A dead sandbox answers nothing more, and an agent may take twice as long for an answer."""
 TABLE = "month,total\njan,40\nfeb,2\n"
 GOOD = """
 import json, os, sys
@@ -110,6 +112,8 @@ def test_no_values_are_invented(folder: Path, printed: str) -> None:
 
 
 def test_a_lost_sandbox_is_evidence(folder: Path, instance: Instance) -> None:
+    ended_at: list[float] = []
+
     def end_it() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -118,6 +122,7 @@ def test_a_lost_sandbox_is_evidence(folder: Path, instance: Instance) -> None:
                 box = Sandbox.connect(info.id)
                 if any("script.py" in " ".join(job.info.argv) for job in box.commands.list()):
                     instance.kill_sandbox(info.id)
+                    ended_at.append(time.monotonic())
                     box.close()
                     return
                 box.close()
@@ -126,7 +131,9 @@ def test_a_lost_sandbox_is_evidence(folder: Path, instance: Instance) -> None:
     thread = threading.Thread(target=end_it)
     thread.start()
     code, evidence = run(folder, "import time; time.sleep(60)")
+    told_at = time.monotonic()
     thread.join()
+    assert told_at - ended_at[0] < TOLD_S
     assert code == 125
     assert evidence["status"] == "failed"
     assert evidence["guest"]["exit_code"] is None

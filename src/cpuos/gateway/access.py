@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from cpuos.gateway.sandboxes import Sandboxes
 from cpuos.gateway.streams import OpenStreams
 from cpuos.gateway.tickets import Revocations, Ticket, TicketVerifier
 
-__all__ = ["Gateway", "authorize", "bearer", "journaled"]
+__all__ = ["Gateway", "authorize", "bearer", "in_use", "journaled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,17 @@ def authorize(gateway: Gateway, sandbox_id: str, text: str, *, scope: str) -> tu
             hint=f"POST /v1/sandboxes/{sandbox_id}/access of the server gives a ticket",
         )
     return sandbox, ticket
+
+
+@contextmanager
+def in_use(sandbox: GatewaySandbox, *, brief: bool) -> Iterator[None]:
+    """For a call that needs its agent: it is busy as long as that lasts, and what cut it is told. `brief`: it mostly
+    ends by itself, and a pause waits a moment for that."""
+    with sandbox.activity.hold(brief=brief):
+        try:
+            yield
+        except AgentFailure as error:
+            raise sandbox.explain(error) from error
 
 
 @asynccontextmanager

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from cpuos.errors import AgentFailure, CpuosError
+from cpuos.errors import CpuosError
 from cpuos.gateway import exec as commands
 from cpuos.gateway import files, links, pty
-from cpuos.gateway.access import Gateway, authorize, bearer
+from cpuos.gateway.access import Gateway, authorize, bearer, in_use
 from cpuos.gateway.calls import Call, Message, Receive, Route, Routes, Send, answer_error
 from cpuos.gateway.sandbox import GatewaySandbox
 from cpuos.gateway.tickets import Ticket
@@ -83,11 +83,8 @@ def _say_what_to_try(call: Call, error: Exception) -> None:
 async def _serve_inside(call: Call, row: Route, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
     """A call that needs the sandbox to run: it waits for a resume, and the sandbox is busy as long as it lasts."""
     await sandbox.awake()
-    with sandbox.activity.hold(brief=row.handler not in LASTING):
-        try:
-            await row.handler(call, sandbox, ticket, gateway)
-        except AgentFailure as error:
-            raise sandbox.gate.explain(error) from error
+    with in_use(sandbox, brief=row.handler not in LASTING):
+        await row.handler(call, sandbox, ticket, gateway)
 
 
 def create_app(gateway: Gateway) -> Callable[[Message, Receive, Send], Awaitable[None]]:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from cpuos.errors import CpuosError, FileProblem, InvalidRequest, LimitReached, SandboxGone
+from cpuos.errors import FileProblem, InvalidRequest, LimitReached
 from cpuos.gateway.access import Gateway, journaled
 from cpuos.gateway.agent.answers import AgentFileList, TreeDone, read_answer, refusal
 from cpuos.gateway.agent.connection import AgentConnection, agent_unresponsive
@@ -271,13 +271,7 @@ async def watch_files(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gatew
     agent = await sandbox.agent()
     with sandbox.slots.hold("watches"):
         what = f"cannot watch {shown_path(call)}"
-        await send_events(call, agent, f"/v1/files/watch?{query}", what=what, why=lambda: _watch_ended(sandbox))
-
-
-def _watch_ended(sandbox: GatewaySandbox) -> CpuosError:
-    if sandbox.gate.paused:
-        return sandbox.gate.refusal()
-    return SandboxGone("cannot watch on: the sandbox's agent ended the watch")
+        await send_events(call, agent, f"/v1/files/watch?{query}", what=what, explain=sandbox.explain)
 
 
 def _query(call: Call, gateway: Gateway, *known: str) -> str:

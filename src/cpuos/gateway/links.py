@@ -7,7 +7,7 @@ import re
 from urllib.parse import quote
 
 from cpuos.errors import AuthenticationError, Forbidden, InvalidRequest
-from cpuos.gateway.access import Gateway, journaled
+from cpuos.gateway.access import Gateway, in_use, journaled
 from cpuos.gateway.agent.answers import read_answer
 from cpuos.gateway.calls import Call
 from cpuos.gateway.files import send_file, shown_bytes
@@ -48,7 +48,7 @@ async def download(call: Call, gateway: Gateway) -> None:
             headers.append((b"content-range", b"bytes %d-%d/%d" % (start, end, size)))
             status = 206
     await sandbox.awake()
-    with gateway.streams.open(ticket), sandbox.activity.hold(brief=True):
+    with gateway.streams.open(ticket), in_use(sandbox, brief=True):
         async with journaled(gateway, ticket, "file.read", target=shown_bytes(path), detail={"link": True}) as detail:
             detail["bytes"] = await send_file(call, sandbox, target, headers=headers, status=status)
 

@@ -312,6 +312,10 @@ class GatewaySandbox:
             return SandboxGone(f"cannot use sandbox {self.id}: it has ended", reason, code="sandbox_stopped")
         return SandboxGone(f"cannot use sandbox {self.id}: it is lost", reason, code="sandbox_lost")
 
+    def explain(self, error: CpuosError) -> CpuosError:
+        """A call that was cut says what became of the sandbox."""
+        return self.gone() if self.ended is not None and isinstance(error, AgentFailure) else self.gate.explain(error)
+
     def check_generation(self, ticket: Ticket) -> None:
         if ticket.generation != self.generation:
             raise Conflict(

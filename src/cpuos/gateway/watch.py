@@ -10,7 +10,7 @@ from collections.abc import Callable
 from cpuos.errors import CpuosError
 from cpuos.gateway.agent.answers import read_answer, refusal
 from cpuos.gateway.agent.client import AgentClient
-from cpuos.gateway.agent.connection import AgentConnection
+from cpuos.gateway.agent.connection import AgentConnection, agent_unresponsive
 from cpuos.gateway.agent.http import agent_invalid
 from cpuos.gateway.calls import Call
 from cpuos.gateway.follow import KEEPALIVE
@@ -64,8 +64,10 @@ class _Events:
         self.news.set()
 
 
-async def send_events(call: Call, agent: AgentClient, target: str, *, what: str, why: Callable[[], CpuosError]) -> None:
-    """Stream events until the client leaves or the watch ends; `why` tells of an end that the agent did not explain."""
+async def send_events(
+    call: Call, agent: AgentClient, target: str, *, what: str, explain: Callable[[CpuosError], CpuosError]
+) -> None:
+    """Stream events until the client leaves or the watch ends; `explain` says why the agent was cut off."""
     events = _Events(what)
     await agent.stream("GET", target, sink=events, what=what)
     gone = call.gone()
@@ -79,7 +81,7 @@ async def send_events(call: Call, agent: AgentClient, target: str, *, what: str,
                 events.held.clear()
                 await call.put(batch)
             elif events.ended:
-                error = events.error or why()
+                error = explain(events.error or agent_unresponsive("it ended the watch"))
                 await call.put(encode_frame(FrameKind.ERROR, json.dumps(error.body()).encode()), last=True)
                 return
             else:

@@ -6,14 +6,22 @@ import asyncio
 import base64
 import contextlib
 import json
+import socket
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from cpuos.errors import AgentFailure, Conflict, CpuosError
 from cpuos.gateway.agent.answers import AgentCommands, Continued, Frozen, Hello, read_answer, refusal
-from cpuos.gateway.agent.connection import AgentConnection, AgentTimes, FrameSink, open_connection
+from cpuos.gateway.agent.connection import (
+    AgentConnection,
+    AgentTimes,
+    FrameSink,
+    agent_unresponsive,
+    open_connection,
+)
 from cpuos.gateway.agent.http import AnswerHead, agent_invalid
 from cpuos.gateway.agent.sockets import Dialled, Dialler, SocketStock, duplicate
 from cpuos.gateway.agent.streams import ByteStream
@@ -56,19 +64,21 @@ class AgentClient:
         self._refilling = False
         self._ended: list[str] = []
         self._closed = False
+        self._open: weakref.WeakSet[AgentConnection] = weakref.WeakSet()
+        """All connections, whoever uses them."""
         self._tunnels: set[ByteStream] = set()
 
     async def aclose(self) -> None:
-        """Close what is idle, and the tunnels; other connections in use are closed by their users."""
+        """End all connections, also those in use: a sandbox that died says nothing of it on them."""
         self._closed = True
         for stream in list(self._tunnels):
             stream.abort()
         for task in self._tasks:
             task.cancel()
-        for connection, _ in self._idle:
-            connection.close()
-        self._idle.clear()
         self._sockets.close()
+        for connection in list(self._open):
+            connection.cut()
+        self._idle.clear()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # identity
@@ -136,7 +146,7 @@ class AgentClient:
         while True:
             again = duplicate(guest)
             try:
-                connection = await open_connection(guest, dialled.address, times=self.times, limit_s=limit_s)
+                connection = await self._connect(guest, dialled.address, limit_s=limit_s)
             except AgentFailure as error:
                 refused = isinstance(error.__cause__, ConnectionRefusedError)
                 if again is None or not refused or time.monotonic() >= until:
@@ -300,6 +310,7 @@ class AgentClient:
         closed, connection.when_closed = connection.when_closed, None
         stream = ByteStream(when_lost=lost)
         stream.unread(connection.hand_over(stream))
+        self._open.discard(connection)
         self._tunnels.add(stream)
         if self._closed or stream.lost:
             stream.abort()
@@ -396,10 +407,11 @@ class AgentClient:
             self._idle.append((connection, time.monotonic()))
 
     async def _dial(self) -> AgentConnection:
+        self._check_open()
         guest, address = await self._sockets.take()
         again = duplicate(guest)
         try:
-            connection = await open_connection(guest, address, times=self.times)
+            connection = await self._connect(guest, address)
         except BaseException:
             if again is not None:
                 again.close()
@@ -407,6 +419,20 @@ class AgentClient:
         if again is not None:
             connection.when_closed = lambda: self._sockets.give(again, address)
         return connection
+
+    async def _connect(
+        self, guest: socket.socket, address: tuple[str, int] | str, *, limit_s: float | None = None
+    ) -> AgentConnection:
+        connection = await open_connection(guest, address, times=self.times, limit_s=limit_s)
+        self._open.add(connection)
+        if self._closed:
+            connection.close()
+            self._check_open()
+        return connection
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise agent_unresponsive("it stands still, or has ended")
 
     def _refill(self, *, after_s: float = 0.0) -> None:
         if not self._refilling and not self._closed and len(self._idle) < SPARE:
@@ -418,11 +444,7 @@ class AgentClient:
             await asyncio.sleep(after_s)
             with contextlib.suppress(CpuosError):
                 while len(self._idle) < SPARE:
-                    connection = await self._dial()
-                    if self._closed:
-                        connection.close()
-                        return
-                    self._idle.insert(0, (connection, time.monotonic()))
+                    self._idle.insert(0, (await self._dial(), time.monotonic()))
         finally:
             self._refilling = False
 

@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -189,6 +190,13 @@ class AgentConnection(asyncio.BufferedProtocol):
         """End the connection now; what was not sent is dropped."""
         if self._transport is not None:
             self._transport.abort()
+
+    def cut(self) -> None:
+        """As `close`, for whoever uses it: also for one who carries a body by a duplicate of the socket."""
+        if not self.closing:
+            with suppress(OSError), duplicate_of(self._transport) as twin:  # it may have ended already
+                twin.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def write(self, data: bytes) -> None:
         """Send without waiting; for a bounded amount."""
