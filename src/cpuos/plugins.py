@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ class RuntimeHost:
     bin_dir: Path | None = None
     """`bin/` of the data directory once more, on a mount of its own: a process that runs from it holds on to that
     mount, and not to the host's root with all that was mounted below it when it started."""
+    programs: Mapping[str, Path] = field(default_factory=dict)
+    """Where programs are that a runtime may use and does not bring along, by name; what is not there is not used."""
+    rates: Mapping[str, int] = field(default_factory=dict)
+    """What devices of a sandbox may do a second, by name of `runtimes.base.DeviceRates`."""
     on_oom: Callable[[str, tuple[int, ...]], None] = lambda sandbox_id, pids: None
     """Called just before a guest process is killed for memory: the sandbox, then the numbers inside it of the process
     and of its ancestors. Must not block."""

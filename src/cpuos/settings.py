@@ -12,23 +12,21 @@ import os
 import pwd
 import re
 import tomllib
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cpuos.errors import InvalidRequest
+from cpuos.preview_domain import check_preview_domain, check_preview_url
 
 __all__ = [
     "DEFAULT_DATA_DIR",
     "DEFAULT_RUN_DIR",
     "RUNSC_VERSION",
     "Settings",
-    "check_preview_domain",
     "load_settings",
     "publish_endpoint",
     "read_endpoint",
@@ -37,7 +35,6 @@ __all__ = [
 RUNSC_VERSION = "v0.0.0-20260905035102-160fafc42237"
 """The gVisor module version this release is written and tested against."""
 
-_DOMAIN = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _POOL_KEEP = re.compile(r"([a-z0-9][a-z0-9._-]{0,62})(?:@([0-9]{1,2})x([0-9]{1,7})x([0-9]{1,7}))?=([0-9]{1,4})")
 DEFAULT_DATA_DIR = Path("/var/lib/cpuos")
 DEFAULT_RUN_DIR = Path("/run/cpuos")
@@ -93,6 +90,15 @@ class Settings(BaseSettings):
     """Sandboxes at once."""
     allow_emulated: bool = False
     """Let sandboxes run in microVMs that QEMU only emulates, where nobody asked for it in the call: for development."""
+    firecracker: str = ""
+    """Firecracker's program, 1.14.4, 1.15.1 or newer, and `jailer` of the same release: microVMs run in it where KVM
+    boots. Unset: what `cpuos setup microvm` has put into the data directory."""
+    jailer: str = ""
+    """As `firecracker`."""
+    microvm_disk_mib_per_s: int = Field(0, ge=0, le=1 << 20)
+    """MiB a second that each disk of a microVM reads and writes under Firecracker; 0: no limit of its own."""
+    microvm_disk_operations_per_s: int = Field(0, ge=0, le=10_000_000)
+    """As `microvm_disk_mib_per_s`, for single reads and writes."""
     cpu_overcommit: float = Field(8.0, ge=1)
     """Sandbox CPUs promised per real one."""
     memory_reserve_mib: int = Field(1024, ge=0)
@@ -227,7 +233,7 @@ class Settings(BaseSettings):
     def _keep_previews_apart(cls, value: str, info: ValidationInfo) -> str:
         if info.field_name == "preview_domain":
             return check_preview_domain(value, info.data)
-        return _check_preview_url(value, info.data.get("preview_domain"))
+        return check_preview_url(value, info.data.get("preview_domain"))
 
     # --- names ---
 
@@ -316,6 +322,25 @@ class Settings(BaseSettings):
     def microvm_dir(self) -> Path:
         """What microVMs start from: `vmlinux`, `initrd`, `manifest.json`."""
         return self.data_dir / "microvm"
+
+    @property
+    def vmm_programs(self) -> dict[str, Path]:
+        """Firecracker and its jailer, as they are named or where set-up puts them; empty where they are not."""
+        named = {"firecracker": self.firecracker, "jailer": self.jailer}
+        if any(named.values()):
+            return {name: Path(path) for name, path in named.items() if path}
+        found = {name: self.data_dir / "bin" / "firecracker" / name for name in named}
+        return found if all(path.exists() for path in found.values()) else {}
+
+    @property
+    def device_rates(self) -> dict[str, int]:
+        """By the names of `runtimes.base.DeviceRates`."""
+        return {
+            "disk_mib_per_s": self.microvm_disk_mib_per_s,
+            "disk_operations_per_s": self.microvm_disk_operations_per_s,
+            "network_mib_per_s": self.network_mib_per_s,
+            "network_packets_per_s": self.network_packets_per_s,
+        }
 
     @property
     def network_state_dir(self) -> Path:
@@ -414,11 +439,6 @@ class Settings(BaseSettings):
         """`{"api_url": …, "gateway_url": …}`, written by `cpuos up` when all parts are ready."""
         return self.run_dir / "endpoints.json"
 
-    @property
-    def runsc_root(self) -> Path:
-        """runsc's own state."""
-        return self.run_dir / "runsc"
-
     def environment(self) -> dict[str, str]:
         """The settings as `CPUOS_*` variables: what a child process needs to have the same ones."""
         values = self.model_dump(mode="json")
@@ -435,28 +455,6 @@ def load_settings(**values: Any) -> Settings:
         raise InvalidRequest(
             f"cannot read the settings: {name} = {first['input']!r}", first["msg"], hint=f"unset CPUOS_{name.upper()}"
         ) from error
-
-
-def check_preview_domain(value: str, others: Mapping[str, Any]) -> str:
-    """The domain in lower case; ValueError where it cannot be kept apart from what the settings `others` name."""
-    domain = value.lower()
-    if not _DOMAIN.fullmatch(domain) or len(domain) > 200:
-        raise ValueError(f"{value!r} is no domain name such as preview.example.com")
-    urls = [others.get(name) or "" for name in ("api_public_url", "gateway_public_url")]
-    names = [others.get(name) or "" for name in ("api_host", "gateway_host")]
-    for name in [*names, *((urlsplit(url).hostname or "") for url in urls)]:
-        name = name.lower()
-        if domain == name or name.endswith(f".{domain}") or (domain.endswith(f".{name}") and name != "localhost"):
-            raise ValueError(f"{domain} shares cookies with {name}, a name of the API or the gateway; take another")
-    return domain
-
-
-def _check_preview_url(value: str, domain: str | None) -> str:
-    """A preview URL names the preview domain, so that both say the same."""
-    parts = urlsplit(value)
-    if value and (parts.scheme not in ("http", "https") or parts.hostname != domain):
-        raise ValueError(f"{value!r} is not http:// or https:// with the setting preview_domain as its host")
-    return value.rstrip("/")
 
 
 def publish_endpoint(path: Path, url: str) -> None:

@@ -122,6 +122,8 @@ def host_parts(settings: Settings) -> NodeParts:
         state_dir=settings.node_state_dir / "runtimes",
         run_dir=settings.run_dir / "runtimes",
         bin_dir=bin_dir,
+        programs=settings.vmm_programs,
+        rates=settings.device_rates,
         on_oom=GatewayNews(settings.gateway_socket).tell_killed,
     )
     return NodeParts(

@@ -15,7 +15,17 @@ from typing import ClassVar, Protocol
 
 from cpuos.types.sandbox import Isolation
 
-__all__ = ["Capability", "GuestLink", "Probe", "Process", "Runtime", "RuntimeLimits", "RuntimeStats", "SandboxSpec"]
+__all__ = [
+    "Capability",
+    "DeviceRates",
+    "GuestLink",
+    "Probe",
+    "Process",
+    "Runtime",
+    "RuntimeLimits",
+    "RuntimeStats",
+    "SandboxSpec",
+]
 
 # The guest side has the same addresses in every sandbox (network-facts.md section 2); the namespace tells them apart.
 GUEST_ADDRESS = "10.0.0.2"
@@ -79,6 +89,18 @@ class SandboxSpec:
     """Capability.OWN_KERNEL: disk and network are of that kind."""
     idly: bool = False
     """Nobody waits for its start: it takes what processor time others leave, and is as any other once it runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """What the devices of one sandbox do a second at most, where its VMM counts; 0: no limit."""
+
+    disk_mib_per_s: int = 0
+    """Of each disk."""
+    disk_operations_per_s: int = 0
+    network_mib_per_s: int = 0
+    """Each way."""
+    network_packets_per_s: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -248,7 +248,7 @@ def _probe(host: Host) -> Check:
 
 def _probe_microvm(host: Host) -> Check:
     """The level that microVMs give here, and what was seen. Kept findings are not believed."""
-    from cpuos.runtimes.microvm.probe import Prober
+    from cpuos.runtimes.microvm.probe import Prober, candidates
 
     name, image = "microvm", host.settings.microvm_dir
     if not (image / "manifest.json").exists():
@@ -256,7 +256,8 @@ def _probe_microvm(host: Host) -> Check:
     if os.geteuid() != 0:
         return warn(name, "only root can boot a machine", fix="sudo cpuos doctor")
     with tempfile.TemporaryDirectory(prefix="cpuos-doctor-") as folder:
-        prober = Prober(image, kept=Path(folder) / "probe.json", folder=Path(folder) / "probe", fresh=True)
+        kept, work = Path(folder) / "probe.json", Path(folder) / "probe"
+        prober = Prober(image, kept=kept, folder=work, vmms=candidates(host.settings.vmm_programs), fresh=True)
         found = asyncio.run(_ask_prober(prober))
     if isinstance(found, str):
         return warn(name, found, fix=f"{SETUP} microvm")

@@ -177,10 +177,11 @@ def _entries(modules: Path | None, *, agent: Path) -> Iterator[initrd.Entry]:
 
 
 def _prober(host: Host, folder: Path, *, fresh: bool = False) -> Prober:
-    from cpuos.runtimes.microvm.probe import KEPT, Prober
+    from cpuos.runtimes.microvm.probe import KEPT, Prober, candidates
 
-    image = host.settings.microvm_dir
-    return Prober(image, kept=image / KEPT, folder=folder, fresh=fresh)
+    image, settings = host.settings.microvm_dir, host.settings
+    vmms = candidates(settings.vmm_programs, rates=settings.device_rates)
+    return Prober(image, kept=image / KEPT, folder=folder, vmms=vmms, fresh=fresh)
 
 
 def _is_probed(host: Host, *, source: KernelSource) -> bool:

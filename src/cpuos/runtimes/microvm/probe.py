@@ -16,12 +16,13 @@ import select
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cpuos.errors import CpuosError, SetupRequired
-from cpuos.runtimes.base import Probe
+from cpuos.runtimes.base import DeviceRates, Probe
+from cpuos.runtimes.microvm.firecracker import Firecracker
 from cpuos.runtimes.microvm.image import GuestImage, find_image
 from cpuos.runtimes.microvm.launch import CONTROL, Launch, user_for
 from cpuos.runtimes.microvm.qemu import Qemu
@@ -47,9 +48,16 @@ class Finding:
     """What was seen: the word of the guest, or what came instead of it."""
 
 
-def candidates() -> list[Vmm]:
-    """The strongest first."""
-    return [*([Qemu(kvm=True)] if os.path.exists("/dev/kvm") else []), Qemu(kvm=False)]
+def candidates(programs: Mapping[str, Path] | None = None, *, rates: Mapping[str, int] | None = None) -> list[Vmm]:
+    """The strongest first: Firecracker, where its programs are known; then QEMU, with KVM and without."""
+    found: list[Vmm] = []
+    if os.path.exists("/dev/kvm"):
+        named = programs or {}
+        if {"firecracker", "jailer"} <= named.keys():
+            own = DeviceRates(**(rates or {}))
+            found.append(Firecracker(program=named["firecracker"], jailer=named["jailer"], rates=own))
+        found.append(Qemu(kvm=True))
+    return [*found, Qemu(kvm=False)]
 
 
 class Prober:
@@ -124,6 +132,7 @@ class Prober:
     async def _boot(self, vmm: Vmm) -> tuple[bool, str]:
         if not vmm.program.exists():
             return False, f"{vmm.program} is not installed"
+        await asyncio.to_thread(vmm.version)  # one that is known not to hold is not tried
         word = secrets.token_hex(8)
         answer = hashlib.sha256(word.encode()).hexdigest().encode()  # the kernel prints its command line, word and all
         limit_s = KVM_BOOT_S if vmm.kvm else EMULATED_BOOT_S
