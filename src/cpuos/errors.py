@@ -243,6 +243,7 @@ ERRORS: dict[str, tuple[type[CpuosError], int, str]] = {
     "name_taken": (Conflict, 409, "Another live sandbox of this workspace has that name."),
     "wrong_state": (Conflict, 409, "The sandbox is not in a state that allows the call."),
     "stale_generation": (Conflict, 409, "The call was made for an earlier generation of the sandbox."),
+    "sandbox_not_ready": (Conflict, 409, "The sandbox that was started ahead for this create is there no more."),
     "stale_policy": (Conflict, 409, "A later version of the sandbox's network policy is in force on its node."),
     "network_block_taken": (Conflict, 409, "The addresses for sandboxes clash with some that the host needs."),
     "idempotency_mismatch": (Conflict, 409, "The idempotency key was used with another body."),
@@ -364,6 +365,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "name_taken": ("another live sandbox has that name", "use another name, or cpuos kill SANDBOX"),
     "wrong_state": ("the sandbox's state does not allow it", "cpuos ls --all shows the state"),
     "stale_generation": ("the sandbox was made anew since", "cpuos ls, then connect to the sandbox anew"),
+    "sandbox_not_ready": ("it was given up, or has died", "repeat the call: another one is made"),
     "stale_policy": ("it was changed meanwhile", "cpuos net SANDBOX shows what holds"),
     "network_block_taken": (
         "the host needs these addresses itself",

@@ -127,7 +127,7 @@ class Settings(BaseSettings):
     disk_hold: bool = False
     """Take all blocks of a sandbox's disk when it is mounted, so that nothing else can fill the file system under it.
     Each disk then takes its whole size at once."""
-    pool_memory_mib: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    pool_memory_mib: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Memory that sandboxes may take which are started before anyone asks for them, so that a create takes one at once.
     0: none are. "auto" is a sixteenth of the host's. They count as free for everything else, and give way to it."""
     pool_keep: Annotated[list[str], NoDecode] = Field(default_factory=lambda: ["python=2"])

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from sqlalchemy import update
 
-from control_plane import Server
-from cpuos.errors import Unavailable
+from control_plane import Server, error_of
+from cpuos.errors import PlatformError, Unavailable
 from cpuos.server.db.models import Workspace
 from cpuos.testing.waiting import until
 from cpuos.types.node import PoolFacts, ReadySandbox
@@ -136,14 +136,48 @@ async def test_the_gateway_is_at_what_is_ready_and_leaves_what_is_gone(installat
         assert FIRST not in gateway.forgotten
 
 
-async def test_one_that_was_given_up_meanwhile_is_reached_anew(server: Server, offer: Offer) -> None:
+async def test_one_that_was_given_up_meanwhile_is_made_as_the_next_generation(server: Server, offer: Offer) -> None:
     gateway = server.installation.gateway
     await offer(ready(FIRST))
-    server.installation.node.ready = PoolFacts()  # it has none any more, and begins this one cold
+    server.installation.node.ready = PoolFacts()  # it has none any more
     made = await server.created()
     assert (made["id"], made["started_from"], made["state"]) == (FIRST, "cold", "running")
     assert FIRST in gateway.forgotten
-    assert gateway.attached == {FIRST: 1}
+    assert gateway.attached == {FIRST: 2}
+    # What was said for the one that was ready may be heard late: it means nothing for this one.
+    await gateway.detach(FIRST, reason="stopped", text="it was not made", generation=1)
+    await gateway.forget(FIRST, generation=1)
+    assert gateway.attached == {FIRST: 2}
+    assert (await server.get(FIRST))["state"] == "running"
+
+
+async def test_one_that_was_given_up_and_fails_then_leaves_nothing(server: Server, offer: Offer) -> None:
+    node, gateway = server.installation.node, server.installation.gateway
+    await offer(ready(FIRST))
+    node.ready = PoolFacts()
+    node.create_error = PlatformError("cannot create sandbox", "a disk broke")
+    answer = await server.create()
+    assert (answer.status_code, error_of(answer)["why"]) == (500, "a disk broke")
+    assert (await server.get(FIRST))["state"] == "failed"
+    assert (gateway.attached, node.sandboxes) == ({}, {})
+    assert (await server.http.get("/v1/capacity")).json()["sandboxes"]["reserved"] == 0
+
+
+async def test_one_that_was_given_up_may_be_killed_as_it_begins_anew(server: Server, offer: Offer) -> None:
+    node = server.installation.node
+    await offer(ready(FIRST))
+    node.ready = PoolFacts()
+    node.create_gate.clear()
+    creating = asyncio.create_task(server.create())
+    await until(lambda: node.calls["create"] == 1)
+    killing = asyncio.create_task(server.http.delete(f"/v1/sandboxes/{FIRST}"))
+    await until(lambda: node.fenced)
+    node.create_gate.set()
+    answer = await creating
+    assert (answer.status_code, error_of(answer)["code"]) in ((410, "sandbox_stopped"), (410, "sandbox_lost"))
+    assert (await killing).status_code < 300
+    assert (await server.get(FIRST))["state"] == "stopped"
+    assert node.sandboxes == {}
 
 
 async def test_one_that_another_server_was_given_is_left_to_it(server: Server, offer: Offer) -> None:

@@ -132,7 +132,7 @@ async def _detach(call: Call, gateway: Gateway) -> None:
 
 
 async def _forget(call: Call, gateway: Gateway) -> None:
-    await gateway.sandboxes.forget(_sandbox_id(call))
+    await gateway.sandboxes.forget(_sandbox_id(call), generation=call.number("generation"))
     await call.answer(204, headers=[])
 
 

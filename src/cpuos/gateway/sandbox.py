@@ -75,6 +75,7 @@ class GatewaySandbox:
         self.generation = 0
         self._asked_generation = 0
         """The highest that anybody wanted attached."""
+        self._detached_generation = 0  # who still waits to attach it comes too late
         self.hostname = ""
         self.ended: tuple[CommandStatus, str] | None = None
         """How and why it ended: killed or sandbox_lost."""
@@ -109,6 +110,8 @@ class GatewaySandbox:
                 )
             if generation == self.generation and self.ended is not None:
                 raise self.gone()
+            if generation <= self._detached_generation:
+                raise SandboxGone(f"cannot attach sandbox {self.id}: it was ended meanwhile")
             if generation == self.generation and self.gate.open and self.hello is not None:
                 self.activity.touch()  # it may have been ready for long, and is somebody's from now on
                 return self.hello
@@ -237,6 +240,7 @@ class GatewaySandbox:
 
     async def detach(self, status: CommandStatus, reason: str, *, limit: ReachedLimit | None = None) -> None:
         """The sandbox ended: so do its commands and streams; output stays readable. Who waits for its agent is told."""
+        self._detached_generation = self._asked_generation
         for waiting in (self._identifying, self._freezing):
             if waiting is not None:
                 waiting.cancel()

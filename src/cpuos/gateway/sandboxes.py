@@ -137,10 +137,11 @@ class Sandboxes:
         if sandbox is not None and not sandbox.is_after(generation):
             await sandbox.detach(status, reason, limit=limit)
 
-    async def forget(self, sandbox_id: str) -> None:
-        """Remove the record of an ended sandbox, output and all. Nothing there is fine."""
+    async def forget(self, sandbox_id: str, *, generation: int | None = None) -> None:
+        """Remove the record of an ended sandbox, output and all. Nothing there is fine; with `generation`, so is a
+        later one, which stays."""
         sandbox = self._sandboxes.get(sandbox_id)
-        if sandbox is None:
+        if sandbox is None or sandbox.is_after(generation):
             return
         await sandbox.detach(CommandStatus.KILLED, "its record was removed")
         self._sandboxes.pop(sandbox_id, None)

@@ -17,7 +17,7 @@ from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
 from cpuos.node.lives import Lives
 from cpuos.node.pool import Pool
-from cpuos.node.refusals import could_not, incompatible, sandbox_not_found, stale_generation
+from cpuos.node.refusals import could_not, incompatible, not_ready, sandbox_not_found, stale_generation
 from cpuos.node.saving import check_room_to_restore
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
 from cpuos.runtimes.base import Capability, Probe, Process, Runtime
@@ -76,6 +76,8 @@ class Creating:
             ready = await self._pool.claim(request, digest=digest)
             if ready is not None:
                 task = self._ledger.spawn(self._take(ready, request, runtime=runtime))
+            elif request.ready:
+                raise not_ready(request.id)
             else:
                 self._check_room(request)  # another create may have begun as an unfit ready one went
                 record = self._new_record(request, digest, probe=probe)
@@ -131,6 +133,8 @@ class Creating:
         code = "wrong_state"
         if request.generation > record.generation:
             why = f"its generation {record.generation} is still {record.stage}; delete that first"
+        elif request.ready:
+            raise not_ready(request.id)
         elif record.stage in (Stage.DELETING, Stage.GONE):
             why, code = f"its generation {record.generation} was deleted", "stale_generation"
         else:

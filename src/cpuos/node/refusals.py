@@ -8,11 +8,15 @@ from cpuos.errors import CapacityExceeded, Conflict, CpuosError, NotFound, Platf
 from cpuos.node.images import Manifest
 from cpuos.runtimes.base import Runtime
 
-__all__ = ["could_not", "incompatible", "sandbox_not_found", "stale_generation", "stale_policy"]
+__all__ = ["could_not", "incompatible", "not_ready", "sandbox_not_found", "stale_generation", "stale_policy"]
 
 
 def sandbox_not_found(sandbox_id: str) -> NotFound:
     return NotFound(f"cannot find sandbox: {sandbox_id}", "this node has no such one", code="sandbox_not_found")
+
+
+def not_ready(sandbox_id: str) -> Conflict:
+    return Conflict(f"cannot create sandbox: {sandbox_id} is not ready", code="sandbox_not_ready")
 
 
 def stale_generation(sandbox_id: str, *, asked: int, known: int) -> Conflict:

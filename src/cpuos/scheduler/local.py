@@ -61,7 +61,7 @@ class LocalScheduler:
             )
         demand = replace(demand, allow_emulated=demand.allow_emulated or self._rules.allow_emulated)
         placement = place(self.nodes(), demand)
-        placement = replace(placement, ready=self._ready.pick(demand, placement))
+        placement = replace(placement, ready=self._ready.pick(demand, placement, held=self._reservations))
         amount = Capacity.of(demand)
         self._reservations[placement.ready or sandbox_id] = _Reservation(
             node=placement.node, amount=amount, committed=False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from cpuos.scheduler.base import Demand, Placement, ReadyNews
 from cpuos.types.node import PoolFacts, ReadySandbox
 
@@ -28,12 +30,12 @@ class ReadyStock:
         self._picked -= taken
         return ReadyNews(ready=ready, taken=taken)
 
-    def pick(self, demand: Demand, placement: Placement) -> str | None:
-        """The id of one that will do; nobody else gets it."""
+    def pick(self, demand: Demand, placement: Placement, *, held: Container[str] = ()) -> str | None:
+        """The id of one that will do, and that is not `held` already; nobody else gets it."""
         if not demand.for_anyone:
             return None
         for ready in self._facts.ready:
-            if ready.id not in self._picked and _fits(ready, demand, placement):
+            if ready.id not in self._picked and ready.id not in held and _fits(ready, demand, placement):
                 self._picked.add(ready.id)
                 return ready.id
         return None

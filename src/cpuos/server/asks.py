@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 import string
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Row
 
-from cpuos.scheduler.base import Capacity, Demand
+from cpuos.scheduler.base import Capacity, Demand, Placement
+from cpuos.server.templates.names import Meaning
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeSandboxCreate, Restored, SandboxFacts
 from cpuos.types.sandbox import SandboxCreate, SandboxState
@@ -16,6 +18,7 @@ from cpuos.types.sandbox import SandboxCreate, SandboxState
 __all__ = [
     "amount_of",
     "demand_of_request",
+    "first_record",
     "hostname_of",
     "new_id",
     "node_request",
@@ -52,6 +55,28 @@ def demand_of_request(request: SandboxCreate, template: str, *, origin: Row[Any]
     )
 
 
+def first_record(
+    sandbox_id: str, request: SandboxCreate, *, placement: Placement, meaning: Meaning, now: datetime
+) -> dict[str, Any]:
+    """What is recorded of a new sandbox before anything is made: what was asked for, and where it is to be."""
+    return {
+        **request.model_dump(exclude={"runtime", "min_isolation", "allow_emulated"}),
+        "network": request.network.model_dump(mode="json"),
+        "id": sandbox_id,
+        "state": SandboxState.CREATING.value,
+        "template": meaning.name,
+        "image": meaning.image,
+        "template_digest": placement.template_digest,
+        "runtime": placement.runtime,
+        "isolation": placement.isolation.value,
+        "isolation_detail": placement.isolation_detail,
+        "node": placement.node,
+        "created_at": now,
+        "changed_at": now,
+        "expires_at": now + timedelta(seconds=request.timeout_s),
+    }
+
+
 def amount_of(row: Row[Any]) -> Capacity:
     """What the sandbox on record holds of its node: a paused one its disk alone."""
     return whole_of(row).parked if row.state == SandboxState.PAUSED.value else whole_of(row)
@@ -71,8 +96,10 @@ def hostname_of(row: Row[Any]) -> str:
     return row.name or row.id
 
 
-def node_request(row: Row[Any], policy: EffectivePolicy, *, origin: Row[Any] | None = None) -> NodeSandboxCreate:
-    """The create of a recorded sandbox as its node takes it."""
+def node_request(
+    row: Row[Any], policy: EffectivePolicy, *, origin: Row[Any] | None = None, ready: bool = False
+) -> NodeSandboxCreate:
+    """The create of a recorded sandbox as its node takes it; `ready`: it was chosen among those that are."""
     return NodeSandboxCreate(
         id=row.id,
         generation=row.generation,
@@ -87,6 +114,7 @@ def node_request(row: Row[Any], policy: EffectivePolicy, *, origin: Row[Any] | N
         snapshot=None if origin is None else origin.id,
         warm=origin is None or origin.memory,
         packs={path: pack["image"] for path, pack in row.packs.items()},
+        ready=ready,
         root_interval_s=row.root_checkpoint_interval_s,
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from cpuos.errors import SandboxGone
 
-__all__ = ["Creation"]
+__all__ = ["Creation", "undoing"]
 
 
 class Creation:
@@ -33,3 +35,18 @@ class Creation:
             if task.cancel():
                 await asyncio.gather(task, return_exceptions=True)
         raise SandboxGone(f"cannot {what}", self._abandoned.result(), hint="cpuos create")
+
+
+@asynccontextmanager
+async def undoing() -> AsyncIterator[AsyncExitStack]:
+    """What is registered there is undone when the block raises.
+
+    But not when it is cancelled: then this process ends, and the next one finishes or fails what was begun.
+    """
+    async with AsyncExitStack() as undo:
+        try:
+            yield undo
+        except asyncio.CancelledError:
+            undo.pop_all()
+            raise
+        undo.pop_all()

@@ -124,8 +124,8 @@ class GatewayControl(Protocol):
         length was over. Nothing there is fine, and a later generation stays."""
         ...
 
-    async def forget(self, sandbox_id: str) -> None:
-        """Remove what is recorded of its commands. Nothing there is fine."""
+    async def forget(self, sandbox_id: str, *, generation: int) -> None:
+        """Remove what is recorded of its commands. Nothing there is fine, and a later generation stays."""
         ...
 
     async def journal(self, after: int, *, limit: int) -> JournalPage: ...
@@ -220,8 +220,8 @@ class LocalGatewayControl:
             body["session_s"] = session_s
         await self._call("POST", f"/v1/sandboxes/{sandbox_id}/detach", body=body)
 
-    async def forget(self, sandbox_id: str) -> None:
-        await self._call("DELETE", f"/v1/sandboxes/{sandbox_id}")
+    async def forget(self, sandbox_id: str, *, generation: int) -> None:
+        await self._call("DELETE", f"/v1/sandboxes/{sandbox_id}", query={"generation": generation})
 
     async def journal(self, after: int, *, limit: int) -> JournalPage:
         answer = await self._call("GET", "/v1/journal", query={"after": after, "limit": limit})

@@ -18,10 +18,10 @@ from sqlalchemy.exc import IntegrityError
 
 from cpuos.errors import Conflict, CpuosError, NotFound, PlatformError, SandboxGone, SetupRequired, Unavailable
 from cpuos.scheduler.base import Demand, Placement, Scheduler
-from cpuos.server.asks import demand_of_request, hostname_of, new_id, node_request, what_is_missing
+from cpuos.server.asks import demand_of_request, first_record, hostname_of, new_id, node_request, what_is_missing
 from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
-from cpuos.server.creation import Creation
+from cpuos.server.creation import Creation, undoing
 from cpuos.server.db.database import Database
 from cpuos.server.db.sandboxes import advance, insert_sandbox, row_of, update_fields
 from cpuos.server.decide import session_over
@@ -35,7 +35,7 @@ from cpuos.server.tasks import Tasks
 from cpuos.server.templates.names import Meaning, TemplateNames
 from cpuos.types.audit import AuditResult
 from cpuos.types.node import SandboxFacts
-from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxState, SandboxUpdate, StartedFrom
+from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxState, SandboxUpdate
 
 __all__ = ["EMULATED_FACTOR", "Lifecycle"]
 
@@ -48,6 +48,10 @@ EMULATED_FACTOR = 3
 
 class _IdTaken(Exception):
     """Another server was given the same ready sandbox, and has it on record."""
+
+
+class _NotReady(Exception):
+    """The ready sandbox that the scheduler chose was given up since, or has died."""
 
 
 class Lifecycle:
@@ -123,8 +127,13 @@ class Lifecycle:
                     intent=intent,
                 )
                 begun(sandbox_id)
-                ready = placement.ready is not None
-                return await self._make(row, origin=origin, creation=creation, undo=undo, ready=ready)
+                if placement.ready is not None:
+                    try:
+                        async with undoing() as untake:
+                            return await self._make(row, origin=origin, creation=creation, undo=untake, ready=True)
+                    except _NotReady:
+                        row = await self._begin_cold(row)
+                return await self._make(row, origin=origin, creation=creation, undo=undo)
         except _IdTaken:
             who = {"workspace": workspace, "actor": actor, "intent": intent}
             return await self.create(request, **who, begun=begun, origin=origin, meaning=meaning)
@@ -216,7 +225,7 @@ class Lifecycle:
 
     async def forget(self, row: Row[Any]) -> None:
         """Let the gateway remove the recorded output of a sandbox that ended long ago."""
-        await self._gateway.forget(row.id)
+        await self._gateway.forget(row.id, generation=row.generation)
         await self._set_gateway_stage(row, "forgotten")
 
     # --- update ---
@@ -248,20 +257,12 @@ class Lifecycle:
 
     @asynccontextmanager
     async def _at_work(self, sandbox_id: str) -> AsyncIterator[tuple[Creation, AsyncExitStack]]:
-        """A create in this process: what was registered is undone when the block raises.
-
-        But not when it is cancelled: then this process ends, and the next one finishes or fails the create.
-        """
+        """A create in this process: what was registered is undone when the block raises."""
         creation = self._creations[sandbox_id] = Creation()
         try:
-            async with AsyncExitStack() as undo:
+            async with undoing() as undo:
                 undo.callback(self._scheduler.release, sandbox_id)
-                try:
-                    yield creation, undo
-                except asyncio.CancelledError:
-                    undo.pop_all()
-                    raise
-                undo.pop_all()
+                yield creation, undo
         finally:
             del self._creations[sandbox_id]
             creation.ended.set()
@@ -283,16 +284,24 @@ class Lifecycle:
         undo.push_async_callback(self._remove_from_node, row)
         policy = await self._networks.effective(row)
         undo.push_async_callback(self._forget_quietly, row)
-        async with AsyncExitStack() as stack:
-            attaching = self._attaching(row, starting_s=self._create_deadline.total_seconds())
-            attached = await stack.enter_async_context(attaching)
-            facts = await self._scheduler.client(row.node).create(node_request(row, policy, origin=origin))
-            if ready and facts.started_from is not StartedFrom.POOL:
-                # The one that was ready was given up; the gateway may be at its agent, or have been.
-                await self._forget_quietly(row)
-                attached = await stack.enter_async_context(self._attaching(row))
+        request = node_request(row, policy, origin=origin, ready=ready)
+        async with self._attaching(row, starting_s=self._create_deadline.total_seconds()) as attached:
+            try:
+                facts = await self._scheduler.client(row.node).create(request)
+            except Conflict as error:
+                if error.code != "sandbox_not_ready":
+                    raise
+                raise _NotReady from error
             missing = what_is_missing(facts, verb="began", memory=origin is not None and origin.memory)
             return await self._start(row, facts, attached=attached, creation=creation, missing=missing)
+
+    async def _begin_cold(self, row: Row[Any]) -> Row[Any]:
+        """As the next generation: whatever still comes for the one that was ready, comes too late."""
+        async with self._database.write() as connection:
+            anew = await update_fields(connection, row, generation=row.generation + 1)
+        if anew is None:
+            raise await self._ended_meanwhile(row)
+        return anew
 
     async def _insert(
         self,
@@ -307,27 +316,13 @@ class Lifecycle:
         intent: int | None,
     ) -> Row[Any]:
         now = self._clock()
-        asked = request.model_dump(exclude={"runtime", "min_isolation", "allow_emulated"})
         values = {
-            **asked,
-            "network": request.network.model_dump(mode="json"),
+            **first_record(sandbox_id, request, placement=placement, meaning=meaning, now=now),
             "packs": packs,
-            "id": sandbox_id,
             "workspace": workspace,
-            "state": SandboxState.CREATING.value,
-            "template": meaning.name,
-            "image": meaning.image,
-            "template_digest": placement.template_digest,
-            "runtime": placement.runtime,
-            "isolation": placement.isolation.value,
-            "isolation_detail": placement.isolation_detail,
-            "node": placement.node,
             "created_by": actor,
             "intent": intent,
-            "created_at": now,
-            "changed_at": now,
             "deadline_at": now + self._create_deadline,
-            "expires_at": now + timedelta(seconds=request.timeout_s),
         }
         try:
             async with self._database.write() as connection:
@@ -391,13 +386,7 @@ class Lifecycle:
                 **{"reason": missing, **recreated(row, facts, now=now)},
             )
         if started is None:
-            current = await self._reload(row)
-            raise SandboxGone(
-                f"cannot create sandbox: {row.id} was ended while it started",
-                current.reason,
-                code="sandbox_stopped",
-                hint="cpuos create",
-            )
+            raise await self._ended_meanwhile(row)
         if started.network_applied < started.network_version:
             await self._networks.tell(started)  # its workspace's policy was changed meanwhile
         _log.info("sandbox running", sandbox=row.id, runtime=facts.runtime, isolation=facts.isolation.value)
@@ -434,7 +423,7 @@ class Lifecycle:
         async def fail(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
             if isinstance(error, CpuosError):
                 await self._record_failure(row, error)
-            elif error is not None:
+            elif error is not None and not isinstance(error, _NotReady):
                 fault = PlatformError("cannot create sandbox: a fault of cpuOS", "the server's log has the details")
                 await self._record_failure(row, fault)
 
@@ -465,7 +454,7 @@ class Lifecycle:
         try:
             await self._gateway.detach(row.id, reason=reason, text=text, generation=row.generation)
             if not lost:
-                await self._gateway.forget(row.id)
+                await self._gateway.forget(row.id, generation=row.generation)
         except CpuosError as error:
             _log.warning("gateway not cleaned", sandbox=row.id, error=str(error))
 
@@ -476,6 +465,11 @@ class Lifecycle:
     async def _is_on_record(self, sandbox_id: str) -> bool:
         async with self._database.read() as connection:
             return await row_of(connection, sandbox_id) is not None
+
+    async def _ended_meanwhile(self, row: Row[Any]) -> SandboxGone:
+        current = await self._reload(row)
+        what = f"cannot create sandbox: {row.id} was ended while it started"
+        return SandboxGone(what, current.reason, code="sandbox_stopped", hint="cpuos create")
 
     async def _reload(self, row: Row[Any]) -> Row[Any]:
         async with self._database.read() as connection:

@@ -65,6 +65,6 @@ class ReadySandboxes:
                 await self._gateway.detach(
                     sandbox_id, reason="stopped", text="nobody has taken it", generation=_GENERATION
                 )
-                await self._gateway.forget(sandbox_id)
+                await self._gateway.forget(sandbox_id, generation=_GENERATION)
             except CpuosError as error:
                 _log.warning("gateway not cleaned", sandbox=sandbox_id, error=str(error))

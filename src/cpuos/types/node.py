@@ -80,6 +80,8 @@ class NodeSandboxCreate(Request):
     """With its processes, where the snapshot has them; else only with its files."""
     packs: dict[PackPath, PackImage] = Field(default_factory=dict, max_length=MAX_PACKS)
     """What lies where, read only. Processes that were saved go on with exactly what they had."""
+    ready: bool = False
+    """Take the ready sandbox of this id, or refuse: `sandbox_not_ready`, and nothing is made."""
     root_interval_s: float | None = Field(None, ge=0)
     """So often what it has outside of /workspace is saved while it runs; 0: never; None: as its node does."""
 

@@ -85,6 +85,32 @@ async def test_a_create_that_failed_calls_it_off(agent: int, dialler: SlowNode, 
         assert await asyncio.wait_for(waiting, 30) == (410, "sandbox_lost")
 
 
+async def test_those_who_still_wait_to_attach_it_come_too_late(agent: int, dialler: SlowNode, tmp_path: Path) -> None:
+    """Two are on their way when it is given up: the second would be at the next generation's agent else."""
+    dialler.refusals = [UNKNOWN] * 100_000
+    async with open_rig(tmp_path, dialler) as rig:
+        waiting = [asyncio.create_task(attach(rig, starting_s=600)) for _ in range(2)]
+        await until(lambda: dialler.dials)
+        await asyncio.sleep(0)
+        told = {"reason": "stopped", "text": "it was not made", "generation": 1}
+        assert (await rig.control.post(f"/v1/sandboxes/{SANDBOX}/detach", json=told)).status_code == 204
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == [(410, "sandbox_lost")] * 2
+
+
+async def test_a_late_word_for_an_earlier_generation_means_nothing(
+    agent: int, dialler: SlowNode, tmp_path: Path
+) -> None:
+    async with open_rig(tmp_path, dialler) as rig:
+        body = {"generation": 2, "hostname": "box", "wait_s": 5}
+        assert (await rig.control.post(f"/v1/sandboxes/{SANDBOX}/attach", json=body)).status_code == 200
+        told = {"reason": "stopped", "text": "it was not made", "generation": 1}
+        assert (await rig.control.post(f"/v1/sandboxes/{SANDBOX}/detach", json=told)).status_code == 204
+        assert (await rig.control.delete(f"/v1/sandboxes/{SANDBOX}", params={"generation": 1})).status_code == 204
+        assert rig.gateway.sandboxes.get(SANDBOX).ended is None
+        assert (await rig.control.delete(f"/v1/sandboxes/{SANDBOX}", params={"generation": 2})).status_code == 204
+        assert rig.gateway.sandboxes.find(SANDBOX) is None
+
+
 async def test_an_agent_that_comes_late_is_asked_on_one_socket(
     agent_binary: Path, dialler: SlowNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

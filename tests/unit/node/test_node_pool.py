@@ -39,8 +39,8 @@ async def fill(node, asking, **changes):
     return new
 
 
-def naming(asking, ready, **changes):
-    return asking(**{"id": ready, "hostname": ready, "network": policy(), **changes})
+def naming(asking, sandbox_id, **changes):
+    return asking(**{"id": sandbox_id, "hostname": sandbox_id, "network": policy(), **changes})
 
 
 async def test_a_ready_one_is_taken_as_it_is(node, asking):
@@ -62,6 +62,45 @@ async def test_a_ready_one_is_taken_as_it_is(node, asking):
 
 async def test_others_begin_cold(node, asking):
     assert (await node.client.create(asking())).started_from is StartedFrom.COLD
+
+
+async def test_who_wants_a_ready_one_gets_no_other(settings, node, asking):
+    with pytest.raises(Conflict) as caught:
+        await node.client.create(asking(ready=True))
+    assert caught.value.code == "sandbox_not_ready"
+    await assert_nothing_left(settings, node.parts)
+    assert (await node.client.create(asking())).started_from is StartedFrom.COLD
+
+
+@pytest.mark.parametrize("end", ["given up", "deleted", "unfit", "being given up"])
+async def test_one_that_is_ready_no_more_is_refused_and_can_be_made_anew(settings, node, asking, end):
+    ready = await fill(node, asking)
+    record = node.service.ledger.find(ready)
+    wanted = naming(asking, ready, ready=True, **({"cpu": 2} if end == "unfit" else {}))
+    going = None
+    if end == "given up":
+        await node.service.pool.discard(record)
+    elif end == "deleted":
+        await node.client.delete(ready, generation=1)
+    elif end == "being given up":
+        going = asyncio.ensure_future(node.service.pool.discard(record))
+    with pytest.raises(Conflict) as caught:
+        await node.client.create(wanted)
+    assert caught.value.code == "sandbox_not_ready"
+    if going is not None:
+        await going
+    await assert_nothing_left(settings, node.parts)
+    anew = await node.client.create(wanted.model_copy(update={"ready": False, "generation": 2}))
+    assert (anew.generation, anew.started_from) == (2, StartedFrom.COLD)
+    with pytest.raises(Conflict, match="generation 1"):
+        await node.client.delete(ready, generation=1)
+    assert (await node.client.get(ready)).alive
+
+
+async def test_the_answer_to_who_took_it_is_the_same_again(node, asking):
+    wanted = naming(asking, await fill(node, asking), ready=True)
+    facts = await node.client.create(wanted)
+    assert await node.client.create(wanted) == facts
 
 
 async def test_nobody_hears_of_a_ready_one_and_it_reaches_nothing(node, asking):
