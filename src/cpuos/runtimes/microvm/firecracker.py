@@ -36,7 +36,7 @@ _MINIMUM = {(1, 14): (1, 14, 4), (1, 15): (1, 15, 1)}
 followed links that another user made (CVE-2026-1386). Lines that are newer are taken, older ones are not."""
 _OVERHEAD_MIB = 96
 """Its own memory, the page tables of its guest's, and the root of its jail with the copy of the program."""
-_SOCKET_S, _POLL_S = 10.0, 0.002
+_SOCKET_S, _CALL_S, _POLL_S = 10.0, 20.0, 0.002
 _SLACK = 64 << 20
 
 
@@ -95,10 +95,10 @@ class Firecracker:
         # A probe reads what it says from its stdout, with what its guest says.
         reports = [] if machine.tells_console else report_calls()
         for one in [*reports, *boot_calls(machine, rates=self._rates)]:
-            await call(control, one)
+            await call(control, one, timeout_s=_CALL_S)
 
     async def ask_state(self, control: Path, *, timeout_s: float) -> str:
-        answer = await call(control, describe_call(timeout_s=timeout_s))
+        answer = await call(control, describe_call(), timeout_s=timeout_s)
         return str(answer.get("state", "it says nothing of its state"))[:40].lower()
 
 
@@ -122,7 +122,8 @@ async def _enter(control: Path) -> str:
                 if _is_linked(door / _SOCKET, control):
                     _take_over(door)
                     try:
-                        return str((await call(control, version_call())).get("firecracker_version", "none"))
+                        answer = await call(control, version_call(), timeout_s=_CALL_S)
+                        return str(answer.get("firecracker_version", "none"))
                     except ConnectionRefusedError:
                         pass  # it has a name and does not listen yet
                 await asyncio.sleep(_POLL_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ class Call:
     method: str
     path: str
     body: Mapping[str, Any] | None = None
-    timeout_s: float = field(default=10.0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
@@ -36,13 +35,13 @@ class Refused(OSError):
     """It answered, with another status than success."""
 
 
-async def call(control: Path, wanted: Call) -> dict[str, Any]:
+async def call(control: Path, wanted: Call, *, timeout_s: float) -> dict[str, Any]:
     """Its answer; an empty one where it has nothing to say. Raises OSError, and `Refused` with its own words."""
     try:
-        async with asyncio.timeout(wanted.timeout_s):
+        async with asyncio.timeout(timeout_s):
             status, text = await _exchange(control, wanted)
     except TimeoutError as problem:
-        raise OSError(f"{wanted}: no answer within {wanted.timeout_s:g} s") from problem
+        raise OSError(f"{wanted}: no answer within {timeout_s:g} s") from problem
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as problem:
         raise OSError(f"{wanted}: {_what_is_wrong(problem)}") from problem
     if status not in (200, 204):
@@ -114,4 +113,7 @@ def _fault(text: bytes) -> str:
         said = answer["fault_message"] if isinstance(answer, dict) else text.decode(errors="replace")
     except (ValueError, KeyError, RecursionError):
         said = text.decode(errors="replace")
-    return "".join(letter if letter.isprintable() else " " for letter in str(said)[:_MAX_TEXT]).strip()
+    return (
+        "".join(letter if letter.isprintable() else " " for letter in str(said)[:_MAX_TEXT]).strip()
+        or "no reason given"
+    )

@@ -30,8 +30,6 @@ __all__ = [
 TAP, INTERFACE = "lan", "eth0"
 STATE_FILE, MEMORY_FILE = "state", "memory"
 _SECOND_MS = 1000
-# A guest has 10 s for its root, and Firecracker writes or maps a memory file meanwhile.
-_LONG_S = 120.0
 
 
 def drive_path(name: str) -> str:
@@ -66,13 +64,13 @@ def boot_calls(machine: Machine, *, rates: DeviceRates) -> list[Call]:
     calls += [
         Call(method="PUT", path="/balloon", body=balloon),
         Call(method="PUT", path="/entropy", body={}),
-        Call(method="PUT", path="/actions", body={"action_type": "InstanceStart"}, timeout_s=_LONG_S),
+        Call(method="PUT", path="/actions", body={"action_type": "InstanceStart"}),
     ]
     return calls
 
 
 def state_call(*, paused: bool) -> Call:
-    return Call(method="PATCH", path="/vm", body={"state": "Paused" if paused else "Resumed"}, timeout_s=_LONG_S)
+    return Call(method="PATCH", path="/vm", body={"state": "Paused" if paused else "Resumed"})
 
 
 def save_call() -> Call:
@@ -82,7 +80,7 @@ def save_call() -> Call:
         "snapshot_path": f"/snapshot/{STATE_FILE}",
         "mem_file_path": f"/snapshot/{MEMORY_FILE}",
     }
-    return Call(method="PUT", path="/snapshot/create", body=body, timeout_s=_LONG_S)
+    return Call(method="PUT", path="/snapshot/create", body=body)
 
 
 def load_call() -> Call:
@@ -93,7 +91,7 @@ def load_call() -> Call:
         "track_dirty_pages": False,
         "resume_vm": False,
     }
-    return Call(method="PUT", path="/snapshot/load", body=body, timeout_s=_LONG_S)
+    return Call(method="PUT", path="/snapshot/load", body=body)
 
 
 def balloon_call(amount_mib: int) -> Call:
@@ -101,8 +99,8 @@ def balloon_call(amount_mib: int) -> Call:
     return Call(method="PATCH", path="/balloon", body={"amount_mib": amount_mib})
 
 
-def describe_call(*, timeout_s: float) -> Call:
-    return Call(method="GET", path="/", timeout_s=timeout_s)
+def describe_call() -> Call:
+    return Call(method="GET", path="/")
 
 
 def version_call() -> Call:

@@ -26,7 +26,8 @@ from cpuos.runtimes.base import Capability, Probe, Process, RuntimeLimits, Runti
 from cpuos.runtimes.limits import ControlGroups
 from cpuos.runtimes.microvm.image import find_image
 from cpuos.runtimes.microvm.launch import CONTROL, Launch, drive_numbers, guest_arguments, user_for
-from cpuos.runtimes.microvm.probe import Prober
+from cpuos.runtimes.microvm.probe import Prober, candidates
+from cpuos.runtimes.microvm.reports import Reports
 from cpuos.runtimes.microvm.vmm import Drive, Machine, Vmm
 from cpuos.runtimes.processes import find_process, open_process
 from cpuos.types.sandbox import Isolation
@@ -52,6 +53,8 @@ class _Running:
     process: Process
     pidfd: int
     ended: asyncio.Future[str]
+    reports: Reports | None
+    """Of a VMM that writes some."""
 
 
 class MicrovmRuntime:
@@ -65,7 +68,9 @@ class MicrovmRuntime:
         self._run_dir = host.run_dir
         self._image_dir = host.data_dir / "microvm"
         self._groups = ControlGroups(host.instance_id)
-        self._prober = Prober(self._image_dir, kept=host.state_dir / "probe.json", folder=host.run_dir / "probe")
+        vmms = candidates(host.programs, rates=host.rates)
+        kept, work = host.state_dir / "probe.json", host.run_dir / "probe"
+        self._prober = Prober(self._image_dir, kept=kept, folder=work, vmms=vmms)
         self._running: dict[str, _Running] = {}
         self._starts = asyncio.Lock()
         """Guards the choice of a user that no other machine has."""
@@ -266,7 +271,11 @@ class MicrovmRuntime:
     def _watch(self, sandbox_id: str, process: Process, *, pidfd: int) -> None:
         loop = asyncio.get_running_loop()
         self._forget(sandbox_id)
-        self._running[sandbox_id] = _Running(process=process, pidfd=pidfd, ended=loop.create_future())
+        try:
+            reports = Reports(self._run_dir / sandbox_id)
+        except FileNotFoundError:
+            reports = None
+        self._running[sandbox_id] = _Running(process=process, pidfd=pidfd, ended=loop.create_future(), reports=reports)
         loop.add_reader(pidfd, self._ended, sandbox_id)
 
     def _ended(self, sandbox_id: str) -> None:
@@ -277,6 +286,10 @@ class MicrovmRuntime:
             out = self._groups.was_oom_killed(sandbox_id)
             why = "its VMM reached its memory limit and the host's kernel killed it" if out else "its machine stopped"
             running.ended.set_result(why)
+        if running.reports is not None:
+            running.reports.catch_up()
+            faults, said = running.reports.seccomp_faults(), running.reports.log_end()
+            log.info("microvm ended", sandbox=sandbox_id, seccomp_faults=faults, vmm_said=said)
 
     def _forget(self, sandbox_id: str) -> None:
         running = self._running.pop(sandbox_id, None)
@@ -284,6 +297,8 @@ class MicrovmRuntime:
             return
         asyncio.get_running_loop().remove_reader(running.pidfd)
         os.close(running.pidfd)
+        if running.reports is not None:
+            running.reports.close()
         _reap(running.process.pid)
         if not running.ended.done():
             running.ended.set_result("it was ended by its node")
