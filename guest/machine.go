@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -30,6 +31,7 @@ var (
 	tasks     = flag.Int("tasks", 0, "as /init of a guest kernel: limit of processes and threads")
 	memoryMiB = flag.Int("memory", 0, "as /init of a guest kernel: its memory in MiB")
 	word      = flag.String("word", "", "as /init of a guest kernel: give the sum of this, and end")
+	drives    = flag.String("drives", "", "as /init of a guest kernel: names of its drives in their order, where their VMM gives them none")
 )
 
 // makeMachine does what a guest kernel leaves to its first process: modules, mounts, limits and the link. Where a runtime
@@ -103,6 +105,12 @@ func seedRandom() {
 // drive is the block device that the host gave this name.
 func drive(name string) string {
 	for end := now().Add(deviceTime); now().Before(end); time.Sleep(5 * time.Millisecond) {
+		if path := inOrder(name, *drives); path != "" {
+			if _, err := os.Stat(path); err == nil {
+				return path
+			}
+			continue
+		}
 		paths, _ := filepath.Glob("/sys/block/*/serial")
 		for _, path := range paths {
 			if serial, err := os.ReadFile(path); err == nil && strings.TrimSpace(string(serial)) == name {
@@ -111,6 +119,15 @@ func drive(name string) string {
 		}
 	}
 	panic(failure{fmt.Errorf("no drive %s within %s", name, deviceTime)})
+}
+
+// inOrder is what the kernel calls the drive of this name, where only their order is known; empty where it is not.
+func inOrder(name, order string) string {
+	place := slices.Index(strings.Split(order, ","), name)
+	if place < 0 {
+		return ""
+	}
+	return "/dev/vd" + string(rune('a'+place))
 }
 
 // mountRoot puts the template below the disk of the sandbox's own changes.
