@@ -43,6 +43,7 @@ _LINES = 500
 _AWAY = {"server_unavailable", "gateway_unavailable", "node_unavailable", "idempotency_in_progress"}
 _MOVED = {"wrong_state", "sandbox_paused", "freeze_failed", "agent_unresponsive"}
 _ENDED = {"sandbox_lost", "sandbox_stopped"}
+_NEVER = datetime.min.replace(tzinfo=UTC)
 _SNAPSHOTS = {"snapshot_not_found", "snapshot_in_use"}
 
 
@@ -57,7 +58,9 @@ class Box:
     """Files that may be there."""
     home: set[str] = field(default_factory=set)
     """Those of `acknowledged` that must be outside of /workspace too: of one that was made anew what was saved."""
+    home_when_shot: set[str] = field(default_factory=set)
     written_at: dict[str, datetime] = field(default_factory=dict)
+    """Not of what it was born with."""
     count: int | None = None
     """What its counting process had come to; None: it has none."""
     shot: bool = False
@@ -160,7 +163,7 @@ class Chaos:
             return
         self._shoot_box(dice.choice(sorted(alive, key=lambda box: box.id)))
 
-    def _shoot_box(self, box: Box) -> None:
+    def _shoot_box(self, box: Box, *, again: bool = False) -> None:
         with contextlib.suppress(OSError, TypeError, KeyError, ValueError):  # it is paused, or in between
             pid = self.instance.sandbox_process(box.id)
             process = os.pidfd_open(pid)
@@ -168,8 +171,10 @@ class Chaos:
                 words = Path(f"/proc/{pid}/cmdline").read_text()
                 if box.id in words and str(self.instance.run_dir) in words:
                     with self._lock:
-                        if box.shot:
+                        if box.shot and not again:
                             return
+                        if not box.shot:
+                            box.home_when_shot = box.home
                         box.shot, box.home, box.count = True, set(), None
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
@@ -346,9 +351,8 @@ class Chaos:
                 if recreated is None or not box.shot:
                     return  # ended by another, or another has made it anew
                 saved_at = recreated.root_at if recreated.root == "saved" else None
-                box.home = {
-                    name for name, at in box.written_at.items() if saved_at and at < saved_at - timedelta(seconds=2)
-                }
+                until = saved_at - timedelta(seconds=2) if saved_at else _NEVER
+                box.home = {name for name in box.home_when_shot if box.written_at.get(name, _NEVER) < until}
                 box.shot, box.lives, box.generation = False, box.lives + 1, sandbox.info.generation
                 self.gone.pop(box.id, None)
                 self.boxes[box.id] = box
@@ -365,6 +369,10 @@ class Chaos:
                     sandbox.recreate()
                 if sandbox.refresh().generation > box.generation and sandbox.info.state in (S.RUNNING, S.PAUSED):
                     return sandbox.info.recreated
+                if sandbox.info.state is S.PAUSED:  # it was shot while it was resumed, and is paused as before
+                    with contextlib.suppress(CpuosError):
+                        sandbox.resume()
+                    self._shoot_box(box, again=True)
                 raise TimeoutError("it is not lost yet, or being made")
             except (CpuosError, TimeoutError) as error:
                 if box.ended:
@@ -461,7 +469,10 @@ class Chaos:
         except CpuosError as error:
             outcome = error.code
             what = f"{verb} of {box.id if box else ''}: {error.code}: {error}"
-            if error.code not in ERRORS or error.code not in _AWAY | _MOVED | _ENDED | allowed | {"capacity_exceeded"}:
+            may = _AWAY | _MOVED | _ENDED | allowed | {"capacity_exceeded"}
+            if box is not None and (box.shot or box.lives != lives):
+                may |= {"stale_generation"}  # what knows the generation of before is void
+            if error.code not in ERRORS or error.code not in may:
                 self.wrong(what)
             if box is not None and error.code in _ENDED:
                 with self._lock:
