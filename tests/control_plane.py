@@ -31,8 +31,10 @@ from cpuos.types.node import (
     RuntimeFacts,
     SandboxFacts,
     SandboxStats,
+    SandboxUsage,
     SnapshotFacts,
     TemplateFacts,
+    Usage,
     VolumeFacts,
 )
 from cpuos.types.sandbox import Isolation, StartedFrom
@@ -82,6 +84,7 @@ class FakeNode:
         self.sandboxes: dict[str, SandboxFacts] = {}
         self.policies: dict[str, EffectivePolicy] = {}
         self.fenced: dict[str, int] = {}
+        self.used: dict[str, Usage] = {}
         self.log: list[SandboxFacts] = []
         self.reachable = True
         self.create_error: CpuosError | None = None
@@ -117,6 +120,15 @@ class FakeNode:
         volume = VolumeFacts(full=False, total_bytes=1 << 40, free_bytes=1 << 40, ballast_bytes=0)
         return NodeStorage(node="node-1", volume=volume, reflink=False, items=[])
 
+    async def usage(self) -> list[SandboxUsage]:
+        self._demand_reachable()
+        self.calls["usage"] += 1
+        return [
+            SandboxUsage(id=one.id, generation=one.generation, **self.used[one.id].model_dump())
+            for one in self.sandboxes.values()
+            if one.alive and not one.paused and one.id in self.used
+        ]
+
     async def prune(self, *, dry_run: bool) -> list[StorageItem]:
         return []
 
@@ -132,6 +144,9 @@ class FakeNode:
         self.calls["create"] += 1
         self._demand_reachable()
         await self.create_gate.wait()
+        is_ready = request.id in {one.id for one in self.ready.ready}
+        if request.ready and not is_ready and request.id not in self.sandboxes:
+            raise Conflict(f"cannot create sandbox: {request.id} is not ready", code="sandbox_not_ready")
         if self.create_error is not None:
             raise self.create_error
         if self.fenced.get(request.id, 0) >= request.generation:
@@ -140,7 +155,7 @@ class FakeNode:
             id=request.id,
             generation=request.generation,
             alive=True,
-            started_from=StartedFrom.POOL if request.id in {one.id for one in self.ready.ready} else StartedFrom.COLD,
+            started_from=StartedFrom.POOL if is_ready else StartedFrom.COLD,
             runtime=request.runtime,
             isolation=Isolation.GVISOR,
             isolation_detail="systrap",
@@ -408,8 +423,10 @@ class FakeGateway:
         if self.attached.pop(sandbox_id, None) is not None:
             self.ended[sandbox_id] = reason
 
-    async def forget(self, sandbox_id: str) -> None:
+    async def forget(self, sandbox_id: str, *, generation: int) -> None:
         self._demand_reachable()
+        if generation < self.attached.get(sandbox_id, 0):
+            return
         self.forgotten.add(sandbox_id)
 
     async def journal(self, after: int, *, limit: int) -> JournalPage:

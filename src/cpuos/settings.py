@@ -185,6 +185,14 @@ class Settings(BaseSettings):
     """Connections recorded of one sandbox; those beyond are counted in one entry."""
     connection_retention_s: float = Field(30 * 86400, ge=3600)
     """How long the record of a connection is kept."""
+    alarms: Annotated[list[str], NoDecode] = Field(
+        default_factory=lambda: ["cpu=90%/10m", "sent=5GiB/10m", "connections=10000/10m"]
+    )
+    """What any sandbox may use within a while before the audit tells of it, or before it is paused or killed:
+    `MEASURE=LIMIT/WINDOW` or `MEASURE=LIMIT/WINDOW:ACTION`. Rules of a workspace or sandbox hold beside these; an empty
+    list leaves those alone."""
+    alarm_interval_s: float = Field(10, ge=0.5, le=60)
+    """So often it is looked at what sandboxes use."""
     database_url: str = ""
     """SQLAlchemy URL of the server's database; SQLite in the state directory unless set."""
     log_level: str = "info"
@@ -215,7 +223,7 @@ class Settings(BaseSettings):
         values.setdefault("state_dir", data_dir / "state")
         return {key: os.path.abspath(value) if key.endswith("_dir") else value for key, value in values.items()}
 
-    @field_validator("network_exceptions", "dns_servers", "pool_keep", mode="before")
+    @field_validator("network_exceptions", "dns_servers", "pool_keep", "alarms", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part for part in re.split(r"[,\s]+", value) if part] if isinstance(value, str) else value
@@ -393,11 +401,6 @@ class Settings(BaseSettings):
     def network_run_dir(self) -> Path:
         """Holds the socket of the record of connections; root's, since the node listens there for its worker."""
         return self.run_dir / "network"
-
-    @property
-    def network_socket(self) -> Path:
-        """The record of connections; peers allowed: root, the server and the gateway."""
-        return self.network_run_dir / "network.sock"
 
     @property
     def gateway_socket(self) -> Path:

@@ -23,6 +23,7 @@ OPEN_ROUTES = {"GET /v1/health"}
 OF_BUILDS = {"create_build", "update_build", "delete_build", "delete_template", "create_pack", "delete_pack"}
 READING = {"GET", "HEAD", "OPTIONS"}
 BODIES = {
+    "update_workspace_alarms": {"rules": ["cpu=90%/10m"]},
     "create_sandbox": {},
     "update_sandbox": {"labels": {}},
     "create_snapshot": {},

@@ -138,6 +138,10 @@ async def _delete_snapshot(call: _Call) -> None:
     await call.service.delete_snapshot(snapshot)
 
 
+async def _list_usage(call: _Call) -> dict[str, Any]:
+    return {"usage": await call.service.usage()}
+
+
 async def _get_stats(call: _Call) -> BaseModel:
     return await call.service.stats(call.sandbox_id)
 
@@ -198,6 +202,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("DELETE", "/v1/sandboxes/{sandbox_id}", _delete_sandbox),
     ("PUT", "/v1/sandboxes/{sandbox_id}/network", _put_network),
     ("GET", "/v1/sandboxes/{sandbox_id}/stats", _get_stats),
+    ("GET", "/v1/usage", _list_usage),
     ("POST", "/v1/sandboxes/{sandbox_id}/pause", _pause_sandbox),
     ("POST", "/v1/sandboxes/{sandbox_id}/resume", _resume_sandbox),
     ("POST", "/v1/sandboxes/{sandbox_id}/settle", _settle_sandbox),

@@ -31,6 +31,7 @@ from cpuos.types.node import (
     PoolFacts,
     SandboxFacts,
     SandboxStats,
+    SandboxUsage,
     SnapshotFacts,
 )
 from cpuos.types.storage import NodeStorage, StorageItem
@@ -84,6 +85,10 @@ class NodeClient(Protocol):
         ...
 
     async def stats(self, sandbox_id: str) -> SandboxStats: ...
+
+    async def usage(self) -> builtins.list[SandboxUsage]:
+        """What all sandboxes that run have used so far."""
+        ...
 
     async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
         """Memory of a frozen sandbox to disk, then nothing of it stays but files. Idempotent. After a failure it runs
@@ -194,6 +199,10 @@ class LocalNodeClient:
 
     async def delete_template(self, image: str) -> None:
         await self._call("DELETE", f"/v1/templates/{image}")
+
+    async def usage(self) -> builtins.list[SandboxUsage]:
+        answer = await self._call("GET", "/v1/usage")
+        return [SandboxUsage.model_validate(used) for used in answer["usage"]]
 
     async def stats(self, sandbox_id: str) -> SandboxStats:
         return SandboxStats.model_validate(await self._call("GET", f"/v1/sandboxes/{sandbox_id}/stats"))

@@ -155,7 +155,7 @@ def _network_config(settings: Settings) -> NetworkConfig:
         tap_pool=settings.network_pool if settings.runtime == "microvm" else 0,
         max_sandboxes=settings.max_sandboxes,
         state_dir=settings.network_state_dir,
-        socket_path=settings.network_socket,
+        socket_path=settings.records_socket,
         peer_uids=(settings.server_uid, settings.gateway_uid),
         limits=NetworkLimits.of_rates(
             connections=settings.network_connections,

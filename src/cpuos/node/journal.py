@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cpuos.runtimes.base import Process
 from cpuos.types.network import EffectivePolicy
-from cpuos.types.node import NodeSandboxCreate, Restored
+from cpuos.types.node import NodeSandboxCreate, Restored, Usage
 from cpuos.types.sandbox import SANDBOX_ID_PATTERN, Isolation, StartedFrom
 
 __all__ = ["Journal", "Loaded", "Record", "Stage"]
@@ -78,6 +78,8 @@ class Record(BaseModel):
     restored: Restored = Restored.NOTHING
     restored_at: datetime | None = None
     """When what it began with was saved."""
+    used: Usage = Usage()
+    """By its processes of before its last pause."""
 
     @property
     def id(self) -> str:

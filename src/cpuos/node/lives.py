@@ -13,6 +13,7 @@ from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
 from cpuos.node.refusals import could_not
 from cpuos.node.steps import Step, run_steps
+from cpuos.node.usage import usage_of
 from cpuos.runtimes.base import Runtime
 from cpuos.types.node import SandboxFacts
 
@@ -84,9 +85,11 @@ class Lives:
     async def park(self, record: Record, *, reason: str = "") -> SandboxFacts:
         """Its image is whole: it is paused from here on, and all but files is taken away, now or by the sweeper."""
         self.unwatch(record.id)
+        used = await usage_of(self._kit, record)
         now = self._ledger.clock()
         record = record.becomes(
             Stage.PAUSED,
+            used=used,
             process=None,
             parked=False,
             unsettled=False,

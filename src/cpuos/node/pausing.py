@@ -18,6 +18,7 @@ from cpuos.node.lives import Lives
 from cpuos.node.refusals import could_not, incompatible
 from cpuos.node.saving import check_room_to_restore, manifest_of, needs, save_steps
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
+from cpuos.node.usage import usage_of
 from cpuos.runtimes.base import Process
 from cpuos.types.node import NodeResume, Restored, SandboxFacts
 
@@ -132,7 +133,8 @@ class Pausing:
             memory_stale=False,
             changed_at=self._ledger.clock(),
         )
-        paused = frozen.becomes(Stage.PAUSED, process=None, parked=False, pause_reason=reason)
+        used = await usage_of(self._kit, record)  # it stands still already
+        paused = frozen.becomes(Stage.PAUSED, process=None, parked=False, pause_reason=reason, used=used)
         manifest = manifest_of(frozen, name=name, runtime=runtime, now=self._ledger.clock())
         steps: list[Step | Together] = [
             Step(

@@ -31,6 +31,7 @@ from cpuos.node.snapshots import Snapshots
 from cpuos.node.steps import Checkpoint, Step, run_steps
 from cpuos.node.stored import Stored
 from cpuos.node.upkeep import Upkeep
+from cpuos.node.usage import read_usage
 from cpuos.node.volume import Tell, Volume, VolumeWatch
 from cpuos.runtimes.base import GuestLink
 from cpuos.settings import Settings
@@ -43,6 +44,7 @@ from cpuos.types.node import (
     NodeSnapshotCreate,
     SandboxFacts,
     SandboxStats,
+    SandboxUsage,
     SnapshotFacts,
 )
 
@@ -194,6 +196,10 @@ class NodeService:
             processes=measured.processes,
             disk_used_bytes=await self._assembly.disks.used_bytes(sandbox_id),
         )
+
+    async def usage(self) -> list[SandboxUsage]:
+        """What all that run have used so far."""
+        return await read_usage(self._kit)
 
     async def limits(self, sandbox_id: str, *, generation: int) -> LimitFacts:
         """Which limits of a running sandbox are used up now."""

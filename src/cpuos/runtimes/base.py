@@ -177,6 +177,11 @@ class Runtime(Protocol):
 
     async def stats(self, sandbox_id: str) -> RuntimeStats: ...
 
+    def cpu_seconds(self, sandbox_id: str) -> float:
+        """What all its host processes have used since it was started, those that have ended too. Nothing that runs in
+        it is asked, and it is a file's read: OSError where it is gone."""
+        ...
+
     def host_processes(self, max_processes: int) -> int:
         """How many of the host's processes and threads a sandbox with this limit can take at most."""
         ...

@@ -35,6 +35,7 @@ from cpuos.server.gateway import LocalGatewayControl
 from cpuos.server.packs import PackRules
 from cpuos.server.tickets import load_ticket_key, publish_public_key
 from cpuos.settings import Settings, load_settings, publish_endpoint, read_endpoint
+from cpuos.types.alarms import parse_alarms
 from cpuos.types.exceptions import parse_exceptions
 
 __all__ = ["main"]
@@ -133,6 +134,8 @@ def _options(settings: Settings) -> ServerOptions:
             disk_reserve_mib=settings.disk_reserve_mib,
         ),
         pressure_idle_s=settings.pressure_idle_s,
+        alarms=parse_alarms(settings.alarms),
+        alarm_interval_s=settings.alarm_interval_s,
         record_retention_s=settings.record_retention_s,
         connection_records=settings.connection_records,
         connection_retention_s=settings.connection_retention_s,

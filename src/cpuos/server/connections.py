@@ -141,6 +141,8 @@ class ConnectionIngest:
         self._kept = timedelta(seconds=kept_s)
         self._source: str | None = None
         self._next = 0
+        self.opened: Counter[str] = Counter()
+        """By sandbox: the connections that were taken over since this process began, those beyond records too."""
 
     async def run(self) -> int:
         """Take over what is new; returns the number of entries."""
@@ -181,6 +183,9 @@ class ConnectionIngest:
                     beyond[entry.sandbox, _verdict(entry)] += entry.count
             for (sandbox, verdict), count in beyond.items():
                 await self._note_beyond(connection, owners[sandbox], verdict=verdict, count=count)
+        for entry in entries:
+            if entry.event in ("open", "gap") and entry.sandbox in owners and _verdict(entry) is Verdict.ALLOWED:
+                self.opened[entry.sandbox] += entry.count
 
     async def prune(self) -> None:
         """Drop records that are kept no longer; at most some thousand a call, so that nobody waits for it."""

@@ -17,6 +17,7 @@ from cpuos.errors import CpuosError, Unavailable
 from cpuos.node.client import NodeClient
 from cpuos.scheduler.base import CapacityRules, Scheduler
 from cpuos.scheduler.local import LocalScheduler
+from cpuos.server.alarm_actions import AlarmActions
 from cpuos.server.alarms import Alarms, current_alarms
 from cpuos.server.asks import amount_of
 from cpuos.server.audit import Audit
@@ -50,7 +51,9 @@ from cpuos.server.templates.guest import Gate
 from cpuos.server.templates.layers import Layers
 from cpuos.server.templates.names import TemplateNames
 from cpuos.server.tickets import TicketSigner, load_ticket_key
+from cpuos.server.usage_alarms import UsageAlarms
 from cpuos.server.wakes import Wakes
+from cpuos.types.alarms import AlarmRule
 from cpuos.types.blocked import Exemption
 from cpuos.types.installation import Health, PartHealth
 from cpuos.types.sandbox import LIVE_STATES, Access, Sandbox, SandboxState
@@ -90,6 +93,9 @@ class ServerOptions:
     idempotency_wait_s: float = 90.0
     pressure_idle_s: float = 30.0
     """Sandboxes that were idle for so long are paused where their node is short of memory."""
+    alarms: tuple[AlarmRule, ...] = ()
+    """The operator's, for all workspaces."""
+    alarm_interval_s: float = 10.0
     record_retention_s: float = 86400.0
     """What the commands of an ended sandbox left stays readable this long."""
     connection_records: int = 50_000
@@ -114,6 +120,7 @@ class ControlPlane:
     snapshots: Snapshots
     recreating: Recreating
     networks: Networks
+    usage_alarms: UsageAlarms
     templates: TemplateNames
     packs: Packs
     builder: Builder
@@ -267,6 +274,9 @@ async def _wire(
     idempotency, quotas, networks = Idempotency(clock), Quotas(), Networks(database, scheduler)
     shared: dict[str, Any] = {"audit": audit, "quotas": quotas, "tasks": tasks, "clock": clock}
     verbs = _verbs(options, database, scheduler=scheduler, gateway=gateway, networks=networks, **shared)
+    ingest = _connections(options, database, records, clock)
+    parts: dict[str, Any] = {"database": database, "scheduler": scheduler, "tasks": tasks, "clock": clock}
+    usage_alarms = _usage_alarms(options, verbs, ingest, audit=audit, **parts)
     reconciler = Reconciler(
         database=database,
         scheduler=scheduler,
@@ -278,15 +288,14 @@ async def _wire(
         packs=verbs.packs,
         networks=networks,
         journal=JournalIngest(database, gateway),
-        connections=_connections(options, database, records, clock),
+        connections=ingest,
+        usage_alarms=usage_alarms,
+        alarm_interval_s=options.alarm_interval_s,
         relief=Relief(
-            database=database,
-            scheduler=scheduler,
+            **parts,
             gateway=gateway,
             pausing=verbs.pausing,
             alarms=Alarms(database=database, scheduler=scheduler, audit=audit),
-            tasks=tasks,
-            clock=clock,
             idle_s=options.pressure_idle_s,
         ),
         settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=verbs.lifecycle),
@@ -306,6 +315,7 @@ async def _wire(
         snapshots=verbs.snapshots,
         recreating=verbs.recreating,
         networks=networks,
+        usage_alarms=usage_alarms,
         templates=verbs.templates,
         packs=verbs.packs,
         builder=verbs.builder,
@@ -313,6 +323,14 @@ async def _wire(
         guard=_guard(options, database, policy=policy, idempotency=idempotency, **shared),
         tasks=tasks,
     )
+
+
+def _usage_alarms(
+    options: ServerOptions, verbs: _Verbs, connections: ConnectionIngest, *, audit: Audit, **parts: Any
+) -> UsageAlarms:
+    database, clock = parts["database"], parts["clock"]
+    actions = AlarmActions(database, lifecycle=verbs.lifecycle, pausing=verbs.pausing, audit=audit, clock=clock)
+    return UsageAlarms(**parts, connections=connections, actions=actions, audit=audit, installation=options.alarms)
 
 
 def _verbs(

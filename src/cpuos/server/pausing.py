@@ -73,12 +73,14 @@ class Pausing:
 
     # --- the verbs ---
 
-    async def pause(self, row: Row[Any], *, reason: str = "", idle_before: datetime | None = None) -> Row[Any]:
+    async def pause(
+        self, row: Row[Any], *, reason: str = "", idle_before: datetime | None = None, firmly: bool = False
+    ) -> Row[Any]:
         """Paused, or an error and it runs on. `reason` is given when it was not asked for; with `idle_before` it is
-        `sandbox_busy` unless nothing was open since then."""
+        `sandbox_busy` unless nothing was open since then. No call resumes what is paused `firmly`."""
 
         def work(current: Row[Any]) -> Coroutine[Any, Any, Row[Any] | None]:
-            return self._pause(current, reason=reason, idle_before=idle_before)
+            return self._pause(current, reason=reason, idle_before=idle_before, firmly=firmly)
 
         return await self._move(row, begin={S.RUNNING: work}, done=S.PAUSED, action="pause sandbox")
 
@@ -161,7 +163,7 @@ class Pausing:
     # --- pause ---
 
     async def _freeze(
-        self, row: Row[Any], freeze: str, *, idle_before: datetime | None
+        self, row: Row[Any], freeze: str, *, idle_before: datetime | None, firmly: bool = False
     ) -> tuple[Row[Any], Suspended] | None:
         """`pausing`, and its programs stand still, with what it told of them; None when its state was another
         meanwhile."""
@@ -173,16 +175,18 @@ class Pausing:
                 row.id,
                 freeze=freeze,
                 if_idle_since=None if idle_before is None else idle_before.timestamp(),
-                auto_resume=row.auto_resume,
+                auto_resume=row.auto_resume and not firmly,
             )
         except CpuosError as error:
             await self._run_on(pausing, frozen=error.code not in _UNCHANGED)
             raise
         return pausing, told
 
-    async def _pause(self, row: Row[Any], *, reason: str, idle_before: datetime | None) -> Row[Any] | None:
+    async def _pause(
+        self, row: Row[Any], *, reason: str, idle_before: datetime | None, firmly: bool
+    ) -> Row[Any] | None:
         freeze = secrets.token_hex(16)
-        held = await self._freeze(row, freeze, idle_before=idle_before)
+        held = await self._freeze(row, freeze, idle_before=idle_before, firmly=firmly)
         if held is None:
             return None
         pausing, told = held

@@ -40,6 +40,7 @@ from cpuos.server.relief import Relief
 from cpuos.server.settlement import Settlement
 from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
+from cpuos.server.usage_alarms import UsageAlarms
 from cpuos.server.wakes import Wakes
 from cpuos.types.node import SandboxFacts
 from cpuos.types.sandbox import LIVE_STATES, OnEnd, SandboxState
@@ -74,6 +75,8 @@ class Reconciler:
         connections: ConnectionIngest,
         settlement: Settlement,
         relief: Relief,
+        usage_alarms: UsageAlarms,
+        alarm_interval_s: float,
         tasks: Tasks,
         clock: Clock,
         record_retention_s: float,
@@ -92,6 +95,8 @@ class Reconciler:
         self._connections = connections
         self._settlement = settlement
         self._relief = relief
+        self._usage_alarms = usage_alarms
+        self._alarm_interval_s = alarm_interval_s
         self._tasks = tasks
         self._clock = clock
         self._record_kept = timedelta(seconds=record_retention_s)
@@ -106,6 +111,7 @@ class Reconciler:
             (self.tell_networks, TICK_S),
             (self.pause_idle, TICK_S),
             (self.relieve, RELIEF_S),
+            (self.look_at_usage, self._alarm_interval_s),
             (self._wakes.follow, 0),
             (self._ready.follow, 0),
             (self.ingest, TICK_S),
@@ -153,6 +159,10 @@ class Reconciler:
     async def relieve(self) -> None:
         """What nodes tell of themselves is written down, and those that are short of memory are helped."""
         await self._relief.run()
+
+    async def look_at_usage(self) -> None:
+        """What sandboxes use is held against the rules of alarms."""
+        await self._usage_alarms.look()
 
     async def pause_idle(self) -> None:
         """What was idle for its time is paused or ended."""

@@ -32,6 +32,7 @@ from cpuos.server.pausing import Pausing
 from cpuos.server.quotas import Quotas
 from cpuos.server.states import unusable
 from cpuos.server.tasks import Tasks
+from cpuos.types.alarms import AlarmRule
 from cpuos.types.network import NetworkPolicy
 from cpuos.types.node import SnapshotFacts
 from cpuos.types.sandbox import SandboxCreate, SandboxState
@@ -380,6 +381,7 @@ def wishes_of_fork(request: Fork, row: Row[Any] | None) -> SandboxCreate:
             "root_checkpoint_interval_s",
             "task",
             "labels",
+            "alarms",
         )
         values = {name: getattr(row, name) for name in kept} | {"network": NetworkPolicy.model_validate(row.network)}
     given = {"timeout_s": request.timeout_s, "labels": request.labels}
@@ -403,12 +405,15 @@ def _filled(request: SandboxCreate, origin: Row[Any]) -> SandboxCreate:
         values["labels"] = origin.labels
     if "network" not in request.model_fields_set:
         values["network"] = NetworkPolicy.model_validate(origin.network)
+    if "alarms" not in request.model_fields_set:
+        values["alarms"] = [AlarmRule.model_validate(rule) for rule in origin.alarms]
     return request.model_copy(update=values)
 
 
 def _values(row: Row[Any], snapshot_id: str) -> dict[str, Any]:
     """What a snapshot has of its sandbox."""
-    taken = ("workspace", "runtime", "node", "template_digest", "network", "image", "labels", "packs", *_SHAPE)
+    asked = ("network", "alarms", "labels", "packs", *_SHAPE)
+    taken = ("workspace", "runtime", "node", "template_digest", "image", *asked)
     return {**{name: getattr(row, name) for name in taken}, "id": snapshot_id, "sandbox": row.id}
 
 

@@ -93,6 +93,7 @@ class FakeSlots:
 
     def __init__(self, folder: Path) -> None:
         self.policies: dict[str, EffectivePolicy] = {}
+        self.sent: dict[str, int] = {}
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for passed in (folder.parent, folder):
@@ -131,8 +132,12 @@ class FakeSlots:
             raise PlatformError(f"cannot find the network slot of sandbox {sandbox_id}")
         self.policies[sandbox_id] = policy
 
+    async def sent_bytes(self) -> dict[str, int]:
+        return dict(self.sent)
+
     async def release(self, sandbox_id: str) -> None:
         self.policies.pop(sandbox_id, None)
+        self.sent.pop(sandbox_id, None)
         await asyncio.to_thread(shutil.rmtree, self.path(sandbox_id), ignore_errors=True)
 
     async def leftovers(self) -> list[str]:

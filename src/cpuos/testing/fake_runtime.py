@@ -199,6 +199,12 @@ class FakeRuntime:
             memory_bytes=_resident_bytes(process.pid), cpu_seconds=_cpu_seconds(process.pid), processes=1
         )
 
+    def cpu_seconds(self, sandbox_id: str) -> float:
+        process = self._read_process(sandbox_id)
+        if process is None:
+            raise ProcessLookupError(sandbox_id)
+        return _cpu_seconds(process.pid)
+
     def host_processes(self, max_processes: int) -> int:
         return max_processes
 

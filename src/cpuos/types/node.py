@@ -31,8 +31,10 @@ __all__ = [
     "RuntimeFacts",
     "SandboxFacts",
     "SandboxStats",
+    "SandboxUsage",
     "SnapshotFacts",
     "TemplateFacts",
+    "Usage",
     "VolumeFacts",
 ]
 
@@ -275,6 +277,29 @@ class SandboxStats(Answer):
     cpu_seconds: float
     processes: int
     disk_used_bytes: int
+
+
+class Usage(Answer):
+    """Totals of a sandbox that only rise: over its pauses too, in which its own time stands still."""
+
+    ran_s: float = 0.0
+    """How long it ran."""
+    cpu_seconds: float = 0.0
+    """Of all its processes, as its control group counts them."""
+    sent_bytes: int = 0
+    """What its router let out."""
+
+    def __add__(self, more: Usage) -> Usage:
+        return Usage(
+            ran_s=self.ran_s + more.ran_s,
+            cpu_seconds=self.cpu_seconds + more.cpu_seconds,
+            sent_bytes=self.sent_bytes + more.sent_bytes,
+        )
+
+
+class SandboxUsage(Usage):
+    id: str
+    generation: int
 
 
 class SnapshotFacts(Answer):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationInfo, field_validator
 
+from cpuos.types.alarms import MAX_ALARMS, ActiveAlarm, AlarmRule
 from cpuos.types.base import Answer, Request
 from cpuos.types.network import NetworkPolicy
 from cpuos.types.pack import MAX_PACKS, AttachedPack, PackName, PackPath
@@ -132,6 +133,8 @@ class SandboxCreate(Request):
     task: Annotated[str, StringConstraints(max_length=128)] | None = None
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     """What it may reach; the workspace's policy holds beside it."""
+    alarms: list[AlarmRule] = Field(default_factory=list, max_length=MAX_ALARMS)
+    """What it may use for a while, and what becomes of it then; those of workspace and installation hold beside it."""
     packs: dict[PackPath, PackName] = Field(default_factory=dict, max_length=MAX_PACKS)
     """Data packs by where they lie, read only."""
 
@@ -182,6 +185,9 @@ class Sandbox(Answer):
     """Data packs that it has, by where they lie."""
     task: str | None = None
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
+    alarms: list[AlarmRule] = Field(default_factory=list)
+    active_alarms: list[ActiveAlarm] = Field(default_factory=list)
+    """What it uses too much of now, by its own rules and those of workspace and installation."""
     created_at: datetime
     started_at: datetime | None = None
     expires_at: datetime | None = None

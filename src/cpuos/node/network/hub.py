@@ -111,6 +111,15 @@ class Hub:
             self._host_addresses = tuple(addresses)
             self._load_rules(plan)
 
+    def received_bytes(self) -> dict[str, int]:
+        """By device: what came into the hub. Blocks."""
+
+        def read() -> dict[str, int]:
+            with RouteNetlink() as hub:
+                return hub.received_bytes()
+
+        return inside(self.path, read)
+
     def remove(self) -> None:
         """Take it away with the host's link and table. Nothing there is fine."""
         remove_host_network(self._instance_id)

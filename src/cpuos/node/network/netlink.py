@@ -17,9 +17,10 @@ __all__ = ["Route", "RouteNetlink"]
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_REPLACE, _NLM_F_EXCL, _NLM_F_CREATE = 1, 4, 0x100, 0x200, 0x400
 _NLM_F_DUMP = 0x300
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
-_RTM_NEWLINK, _RTM_DELLINK, _RTM_SETLINK, _RTM_NEWADDR, _RTM_GETADDR = 16, 17, 19, 20, 22
+_RTM_NEWLINK, _RTM_DELLINK, _RTM_GETLINK, _RTM_SETLINK, _RTM_NEWADDR, _RTM_GETADDR = 16, 17, 18, 19, 20, 22
 _RTM_NEWROUTE, _RTM_GETROUTE, _RTM_NEWNEIGH = 24, 26, 28
-_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_TXQLEN, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 4, 13, 18, 28
+_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_TXQLEN = 1, 3, 4, 13
+_IFLA_LINKINFO, _IFLA_STATS64, _IFLA_NET_NS_FD = 18, 23, 28
 _IFLA_INFO_KIND, _IFLA_INFO_DATA, _VETH_INFO_PEER = 1, 2, 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _NDA_DST, _NDA_LLADDR = 1, 2
@@ -32,6 +33,7 @@ _LINK = struct.Struct("=BxHiII")
 _ADDRESS = struct.Struct("=BBBBI")
 _NEIGHBOUR = struct.Struct("=BxxxiHBB")
 _ROUTE = struct.Struct("=BBBBBBBBI")
+_RECEIVED = struct.Struct("=16xQ")  # struct rtnl_link_stats64: packets in, packets out, bytes in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,15 @@ class RouteNetlink:
             packed = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
             if family == socket.AF_INET and packed:
                 found.append((_device(struct.pack("=I", index)), ipaddress.IPv4Interface((packed, prefix))))
+        return found
+
+    def received_bytes(self) -> dict[str, int]:
+        """By device: what came in by it since it was made."""
+        found = {}
+        for body in self._dump(_RTM_GETLINK, _LINK.pack(socket.AF_UNSPEC, 0, 0, 0, 0)):
+            attributes = dict(_attributes(body[_LINK.size :]))
+            name = attributes[_IFLA_IFNAME].rstrip(b"\0").decode()
+            found[name] = _RECEIVED.unpack_from(attributes[_IFLA_STATS64])[0]
         return found
 
     def leads_away(self, address: ipaddress.IPv4Address) -> bool:

@@ -259,6 +259,12 @@ class Network:
     async def counters(self, sandbox_id: str) -> Counters:
         return await self._taken(sandbox_id).counters()
 
+    async def sent_bytes(self) -> dict[str, int]:
+        """By sandbox: what its router let out, at the hub's end of its link, where nothing of the guest reaches."""
+        devices = {sandbox_id: slot.plan.hub_device for sandbox_id, slot in self._slots.items()}
+        received = await asyncio.to_thread(self._hub.received_bytes) if devices else {}
+        return {sandbox_id: received.get(device, 0) for sandbox_id, device in devices.items()}
+
     async def release(self, sandbox_id: str) -> None:
         """Take it away: first what is open in it, for each socket would hold its namespaces (network-facts 5)."""
         link = self._link(sandbox_id)

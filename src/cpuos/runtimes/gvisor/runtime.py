@@ -189,6 +189,9 @@ class GvisorRuntime:
         processes = await self._control(sandbox_id).count_processes()
         return RuntimeStats(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, processes=processes)
 
+    def cpu_seconds(self, sandbox_id: str) -> float:
+        return self._groups.cpu_seconds(sandbox_id)
+
     def host_processes(self, max_processes: int) -> int:
         return host_processes(max_processes)
 

@@ -73,6 +73,8 @@ class Workspace(Base):
     """Snapshots it may keep; None: as many as the nodes hold."""
     network: Mapped[dict[str, Any]] = mapped_column(default=lambda: {"mode": "internet"})
     """`NetworkPolicy` that holds for each of its sandboxes beside the sandbox's own."""
+    alarms: Mapped[list[dict[str, Any]]] = mapped_column(JSON, default=list, server_default="[]")
+    """Each `AlarmRule` that holds for each of its sandboxes beside the sandbox's own."""
     created_at: Mapped[datetime]
 
 
@@ -141,6 +143,10 @@ class SandboxRow(Base):
     """Of its own policy and its workspace's together: rises with each change of either."""
     network_applied: Mapped[int] = mapped_column(default=1)
     """The version that the node has put in place."""
+    alarms: Mapped[list[dict[str, Any]]] = mapped_column(JSON, default=list, server_default="[]")
+    """Each `AlarmRule` of its own."""
+    active_alarms: Mapped[list[dict[str, Any]]] = mapped_column(JSON, default=list, server_default="[]")
+    """`Episode` of each that goes on."""
     created_by: Mapped[str] = mapped_column(String(63))
     intent: Mapped[int | None]
     """Audit id of the create's intent: ties the row to its request across a restart."""
@@ -205,6 +211,7 @@ class SnapshotRow(Base):
     packs: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     """`AttachedPack` of each, by where it lies."""
     network: Mapped[dict[str, Any]]
+    alarms: Mapped[list[dict[str, Any]]] = mapped_column(JSON, default=list, server_default="[]")
     created_by: Mapped[str] = mapped_column(String(63))
     intent: Mapped[int | None]
     created_at: Mapped[datetime]

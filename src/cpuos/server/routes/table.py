@@ -5,6 +5,7 @@ from __future__ import annotations
 from cpuos.server.auth import Permission as P
 from cpuos.server.guard import Route
 from cpuos.server.routes.access import create_access, create_link
+from cpuos.server.routes.alarms import get_workspace_alarms, update_workspace_alarms
 from cpuos.server.routes.audit import list_audit
 from cpuos.server.routes.installation import get_capacity, get_health, list_nodes
 from cpuos.server.routes.network import (
@@ -76,6 +77,8 @@ ROUTES: tuple[Route, ...] = (
     Route(method="POST",   path="/v1/snapshots/{ref}/fork",   handler=fork_snapshot,  permission=P.SANDBOXES_WRITE,  audit="snapshot.fork", status=201, replay=ReplayFork()),
     Route(method="GET",    path="/v1/workspace/network",      handler=get_workspace_network, permission=P.SANDBOXES_READ),
     Route(method="PUT",    path="/v1/workspace/network",      handler=update_workspace_network, permission=P.WORKSPACE_WRITE, audit="workspace.network"),
+    Route(method="GET",    path="/v1/workspace/alarms",       handler=get_workspace_alarms, permission=P.SANDBOXES_READ),
+    Route(method="PUT",    path="/v1/workspace/alarms",       handler=update_workspace_alarms, permission=P.WORKSPACE_WRITE, audit="workspace.alarms"),
     Route(method="GET",    path="/v1/audit",                  handler=list_audit,     permission=P.AUDIT_READ),
     Route(method="GET",    path="/v1/templates",              handler=list_templates, permission=P.NODES_READ),
     Route(method="GET",    path="/v1/templates/{name}",       handler=get_template,   permission=P.NODES_READ),
