@@ -12,15 +12,7 @@ from typing import Any
 
 import structlog
 
-from cpuos.errors import (
-    AgentFailure,
-    Conflict,
-    CpuosError,
-    FileProblem,
-    LimitReached,
-    SandboxGone,
-    Unavailable,
-)
+from cpuos.errors import AgentFailure, Conflict, CpuosError, FileProblem, LimitReached, SandboxGone, Unavailable
 from cpuos.gateway.activity import Activity, Wakes
 from cpuos.gateway.agent.answers import Hello
 from cpuos.gateway.agent.client import AgentClient
