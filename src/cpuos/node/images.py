@@ -44,7 +44,6 @@ log = structlog.get_logger("cpuos.node")
 _NAME = re.compile(rf"(pause-|root-)?({SANDBOX_ID_PATTERN[1:-1]})")
 _PART, _TRASH = ".part-", ".trash-"
 _KEY_BYTES = 32
-_PIECE = 1 << 20
 # What is in the folder of an image.
 AGENT, DISK, MEMORY, ROOT = "agent", "disk.img", "memory", "root"
 _HASHED = (MEMORY, ROOT)
@@ -320,11 +319,8 @@ def _sync(path: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _said(name: str) -> str:
