@@ -116,7 +116,7 @@ class Settings(BaseSettings):
     and 1,024; an idle one takes about 25."""
     disk_reserve_mib: int = Field(2048, ge=0)
     """Space of the state directory's file system that is never promised to sandboxes."""
-    disk_overcommit: float = Field(2.0, ge=1, le=64)
+    disk_overcommit: float = Field(8.0, ge=1, le=64)
     """Sandbox disk promised per MiB of that file system, less the reserve; a sandbox's number counts twice. Over 1 the
     file system may become full, and sandboxes then stand still until there is room."""
     disk_ballast_mib: int = Field(256, ge=0, le=65536)

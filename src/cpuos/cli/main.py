@@ -22,6 +22,7 @@ from cpuos.cli import (
     commands,
     copies,
     exec,
+    harden,
     keys,
     machine,
     networks,
@@ -77,6 +78,7 @@ for group in (
     audit,
     keys,
     machine,
+    harden,
 ):
     group.register(app)
 

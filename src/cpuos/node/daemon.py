@@ -42,7 +42,6 @@ from cpuos.node.network.network import Network, NetworkConfig
 from cpuos.node.packs import PackStore
 from cpuos.node.peers import checked_protocol
 from cpuos.node.pool import PoolLimits
-from cpuos.node.pressure import read_memory
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.service import NodeService
@@ -202,7 +201,7 @@ def _create_node(settings: Settings, parts: NodeParts) -> _Node:
         runtimes=runtimes,
         boot_id=host.boot_id(),
         rules=_admission_rules(settings),
-        short_memory=partial(read_memory, mark_mib=settings.memory_pressure_mib),
+        short_memory=partial(host.short_of_memory, mark_mib=settings.memory_pressure_mib),
         volume=volume,
         packs=packs,
         halted=news.tell_halted,

@@ -14,7 +14,11 @@ __all__ = [
     "memory_mib",
     "memory_stalled",
     "most_processes",
+    "short_of_memory",
 ]
+
+_LEAST_FREE_MIB, _LEAST_FREE_SHARE = 512, 16
+_MOST_STALLED = 10.0
 
 
 def boot_id() -> str:
@@ -53,6 +57,22 @@ def available_memory_mib(proc: Path = Path("/proc")) -> int:
         if name == "MemAvailable":
             return int(value.split()[0]) >> 10
     return 1 << 30
+
+
+def short_of_memory(*, mark_mib: int = 0, proc: Path = Path("/proc")) -> str:
+    """Why the host is; empty: it is not. `mark_mib`: so much is to be free; 0: a sixteenth of all, 512 MiB at least.
+
+    That processes wait for memory counts only where less than twice as much is free: a guest at its own limit waits
+    too, however much the host has.
+    """
+    needed = mark_mib or max(_LEAST_FREE_MIB, memory_mib() // _LEAST_FREE_SHARE)
+    free = available_memory_mib(proc)
+    if free < needed:
+        return f"{free} MiB of the host's memory are free, and {needed} MiB are to be"
+    stalled = memory_stalled(proc)
+    if stalled > _MOST_STALLED and free < 2 * needed:
+        return f"the host waited for memory {stalled:g} % of the last ten seconds, with {free} MiB free"
+    return ""
 
 
 def memory_stalled(proc: Path = Path("/proc")) -> float:

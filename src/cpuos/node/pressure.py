@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import structlog
 
@@ -20,7 +18,7 @@ from cpuos.node import host
 from cpuos.node.admission import Admission
 from cpuos.types.node import PressureFacts, PressureLevel
 
-__all__ = ["PressureWatch", "ShortMemory", "read_memory"]
+__all__ = ["PressureWatch"]
 
 log = structlog.get_logger("cpuos.node")
 
@@ -30,27 +28,6 @@ LAYERS_S = 5.0
 PAUSE_AFTER_S, REFUSE_AFTER_S = 3.0, 10.0
 # So long there must be enough before it is over.
 CALM_S = 5.0
-_LEAST_FREE_MIB, _LEAST_FREE_SHARE = 512, 16
-_MOST_STALLED = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShortMemory:
-    """Why memory is short; empty: it is not."""
-
-    why: str = ""
-
-
-def read_memory(*, mark_mib: int = 0, proc: Path = Path("/proc")) -> ShortMemory:
-    """`mark_mib`: so much is to be free; 0: a sixteenth of the host's, 512 MiB at least."""
-    needed = mark_mib or max(_LEAST_FREE_MIB, host.memory_mib() // _LEAST_FREE_SHARE)
-    free = host.available_memory_mib(proc)
-    if free < needed:
-        return ShortMemory(why=f"{free} MiB of the host's memory are free, and {needed} MiB are to be")
-    stalled = host.memory_stalled(proc)
-    if stalled > _MOST_STALLED:
-        return ShortMemory(why=f"the host waited for memory {stalled:g} % of the last ten seconds")
-    return ShortMemory()
 
 
 class PressureWatch:
@@ -61,7 +38,7 @@ class PressureWatch:
         admission: Admission,
         *,
         shrink: Callable[[], Awaitable[int]],
-        read: Callable[[], ShortMemory] = read_memory,
+        read: Callable[[], str] = host.short_of_memory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._admission = admission
@@ -96,8 +73,8 @@ class PressureWatch:
         if now - self._measured_at >= LAYERS_S:
             self._measured_at = now
             await asyncio.to_thread(self._admission.measure)
-        short = self._read()
-        if not short.why:
+        why = self._read()
+        if not why:
             self._short_since = None
             self._calm_since = now if self._calm_since is None else self._calm_since
             if self.facts.level is not PressureLevel.NONE and now - self._calm_since >= CALM_S:
@@ -107,17 +84,24 @@ class PressureWatch:
         self._short_since = now if self._short_since is None else self._short_since
         level = _level_after(now - self._short_since)
         if level.rank > self.facts.level.rank:
-            self._go_to(level, why=short.why)
+            self._go_to(level, why=why)
+        else:
+            self._say(self.facts.level, why=why)
         if await self._shrink():
-            log.warning("the pool gave up its sandboxes", why=short.why)
+            log.warning("the pool gave up its sandboxes", why=why)
 
     def _go_to(self, level: PressureLevel, *, why: str) -> None:
         self.facts = PressureFacts(
             level=level, why=why, since=datetime.now(UTC), times=self.facts.times + (level is not PressureLevel.NONE)
         )
+        self._say(level, why=why)
+        log.warning("memory pressure", level=level, why=why)
+
+    def _say(self, level: PressureLevel, *, why: str) -> None:
+        """As it is now: the reason may be another than the one that it began with."""
+        self.facts = self.facts.model_copy(update={"why": why})
         refuses = level is PressureLevel.REFUSE_NEW
         self._admission.refusing = f"the node takes nothing new for now: {why}" if refuses else ""
-        log.warning("memory pressure", level=level, why=why)
 
 
 def _level_after(short_s: float) -> PressureLevel:

@@ -13,6 +13,7 @@ from cpuos.node.assembly import Assembly
 from cpuos.node.changes import ChangeFeed
 from cpuos.node.creating import Creating
 from cpuos.node.draining import Door, Draining
+from cpuos.node.host import short_of_memory
 from cpuos.node.identity import NodeIdentity, SignedStatement
 from cpuos.node.journal import Journal, Record, Stage
 from cpuos.node.kept_templates import KeptTemplates
@@ -23,7 +24,7 @@ from cpuos.node.lives import Lives
 from cpuos.node.packs import PackStore
 from cpuos.node.pausing import Pausing
 from cpuos.node.pool import Pool, PoolLimits
-from cpuos.node.pressure import PressureWatch, ShortMemory, read_memory
+from cpuos.node.pressure import PressureWatch
 from cpuos.node.refusals import could_not, stale_generation, stale_policy
 from cpuos.node.roots import Roots
 from cpuos.node.runtime_table import RuntimeTable
@@ -76,7 +77,7 @@ class NodeService:
         runtimes: RuntimeTable,
         boot_id: str,
         rules: AdmissionRules,
-        short_memory: Callable[[], ShortMemory] = read_memory,
+        short_memory: Callable[[], str] = short_of_memory,
         volume: Volume,
         packs: PackStore,
         halted: Tell = lambda sandbox_id, halted: None,

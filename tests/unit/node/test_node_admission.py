@@ -14,7 +14,7 @@ from cpuos.errors import CapacityExceeded
 from cpuos.node import host
 from cpuos.node.admission import Admission, AdmissionRules
 from cpuos.node.journal import Record, Stage
-from cpuos.node.pressure import PressureWatch, ShortMemory
+from cpuos.node.pressure import PressureWatch
 from cpuos.settings import Settings
 from cpuos.testing.node import fake_node
 from cpuos.types.node import NodeSandboxCreate, PressureLevel, VolumeFacts
@@ -147,9 +147,7 @@ class Pressed:
     def __init__(self, admission: Admission) -> None:
         self.now, self.why, self.ready, self.shrunk = 0.0, "", 0, 0
         self.admission = admission
-        self.watch = PressureWatch(
-            admission, shrink=self.shrink, read=lambda: ShortMemory(why=self.why), clock=lambda: self.now
-        )
+        self.watch = PressureWatch(admission, shrink=self.shrink, read=lambda: self.why, clock=lambda: self.now)
 
     async def shrink(self) -> int:
         gone, self.ready = self.ready, 0
