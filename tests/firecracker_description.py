@@ -19,8 +19,6 @@ OPERATIONS: dict[str, str | None] = {
     "GET /": None,
     "GET /version": None,
     "PUT /actions": "InstanceActionInfo",
-    "PUT /balloon": "Balloon",
-    "PATCH /balloon": "BalloonUpdate",
     "PUT /boot-source": "BootSource",
     "PUT /drives/{drive_id}": "Drive",
     "PUT /entropy": "EntropyDevice",
@@ -38,17 +36,6 @@ DEFINITIONS: dict[str, tuple[set[str], dict[str, Field]]] = {
         {"action_type"},
         {"action_type": ("FlushMetrics", "InstanceStart", "SendCtrlAltDel")},
     ),
-    "Balloon": (
-        {"amount_mib", "deflate_on_oom"},
-        {
-            "amount_mib": "integer",
-            "deflate_on_oom": "boolean",
-            "stats_polling_interval_s": "integer",
-            "free_page_hinting": "boolean",
-            "free_page_reporting": "boolean",
-        },
-    ),
-    "BalloonUpdate": ({"amount_mib"}, {"amount_mib": "integer"}),
     "BootSource": (
         {"kernel_image_path"},
         {"boot_args": "string", "initrd_path": "string", "kernel_image_path": "string"},

@@ -41,7 +41,6 @@ BOOT = [
     "PUT /drives/root",
     "PUT /drives/workspace",
     "PUT /network-interfaces/eth0",
-    "PUT /balloon",
     "PUT /entropy",
     "PUT /actions",
 ]
@@ -314,9 +313,9 @@ async def test_a_cancelled_start_leaves_nothing(
 ) -> None:
     await driver.probe()
     monkeypatch.setattr(firecracker, "_CALL_S", 60)
-    host.misbehave("PUT /balloon\tsilent")
+    host.misbehave("PUT /entropy\tsilent")
     starting = asyncio.create_task(driver.start(spec))
-    await until(lambda: "PUT /balloon" in requests_so_far())
+    await until(lambda: "PUT /entropy" in requests_so_far())
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting

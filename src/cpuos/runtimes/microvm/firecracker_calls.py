@@ -16,7 +16,6 @@ __all__ = [
     "MEMORY_FILE",
     "STATE_FILE",
     "TAP",
-    "balloon_call",
     "boot_calls",
     "describe_call",
     "drive_path",
@@ -46,7 +45,7 @@ def report_calls() -> list[Call]:
 
 
 def boot_calls(machine: Machine, *, rates: DeviceRates) -> list[Call]:
-    """The whole machine, then its start. What is not named it does not get: no vsock, no metadata service."""
+    """The whole machine, then its start. What is not named here it does not get."""
     arguments = f"{_kernel_arguments(machine)} {machine.arguments}"
     if machine.drives:
         # As serial numbers the guest sees numbers of the files; it has to know the order.
@@ -60,9 +59,7 @@ def boot_calls(machine: Machine, *, rates: DeviceRates) -> list[Call]:
     ]
     if machine.tap is not None:
         calls.append(_network_call(machine, rates=rates))
-    balloon = {"amount_mib": 0, "deflate_on_oom": True, "stats_polling_interval_s": 0}
     calls += [
-        Call(method="PUT", path="/balloon", body=balloon),
         Call(method="PUT", path="/entropy", body={}),
         Call(method="PUT", path="/actions", body={"action_type": "InstanceStart"}),
     ]
@@ -92,11 +89,6 @@ def load_call() -> Call:
         "resume_vm": False,
     }
     return Call(method="PUT", path="/snapshot/load", body=body)
-
-
-def balloon_call(amount_mib: int) -> Call:
-    """Take so much of its memory back from the guest, or give it again with 0."""
-    return Call(method="PATCH", path="/balloon", body={"amount_mib": amount_mib})
 
 
 def describe_call() -> Call:
