@@ -193,6 +193,14 @@ def setup(
     modules: Annotated[
         Path | None, typer.Option("--modules", help="For microvm: the folder of that kernel's modules.")
     ] = None,
+    firecracker: Annotated[
+        str,
+        typer.Option(
+            "--firecracker",
+            metavar="ARCHIVE",
+            help="For microvm: Firecracker too, from its release's archive; `release` downloads that.",
+        ),
+    ] = "",
     host_ca: Annotated[
         bool, typer.Option("--host-ca", help="Carry this machine's CA bundle into the templates.")
     ] = False,
@@ -229,8 +237,9 @@ def setup(
         )
     carried = {"template_host_ca": host_ca, "template_host_mirrors": host_mirrors}
     settings = load_settings(**{name: True for name, wanted in carried.items() if wanted})
-    source = KernelSource(kernel=kernel, modules=modules) if also or kernel else None
-    steps = all_steps(templates=choose_templates(template or (), all_of_them=templates), guest_kernel=source)
+    source = KernelSource(kernel=kernel, modules=modules) if also or kernel or firecracker else None
+    chosen = choose_templates(template or (), all_of_them=templates)
+    steps = all_steps(templates=chosen, guest_kernel=source, firecracker=firecracker)
     done = set_up(settings, steps, progress=_progress(output), hint="sudo cpuos setup")
     if output.json:
         output.data({"done": done})

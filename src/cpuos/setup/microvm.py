@@ -27,6 +27,7 @@ from cpuos.errors import SetupRequired
 from cpuos.setup import initrd
 from cpuos.setup.agent import agent_is_current
 from cpuos.setup.engine import Step
+from cpuos.setup.firecracker import firecracker_step
 from cpuos.setup.host import Host
 from cpuos.setup.kernel import extract_kernel
 
@@ -57,9 +58,11 @@ class KernelSource:
         return str(self.kernel) if self.kernel else "distribution"
 
 
-def microvm_steps(source: KernelSource) -> list[Step]:
-    """After the steps that every machine needs: the agent is one of them."""
-    steps = [
+def microvm_steps(source: KernelSource, *, firecracker: str = "") -> list[Step]:
+    """After the steps that every machine needs: the agent is one of them. `firecracker`: where its archive is, if it is
+    wanted."""
+    return [
+        *([firecracker_step(firecracker)] if firecracker else []),
         Step(
             name="qemu",
             plan="installs QEMU by apt-get",
@@ -94,7 +97,6 @@ def microvm_steps(source: KernelSource) -> list[Step]:
             duration_s=10,
         ),
     ]
-    return steps
 
 
 def image_is_current(host: Host, *, source: KernelSource) -> bool:

@@ -22,12 +22,16 @@ __all__ = ["all_steps"]
 
 
 def all_steps(
-    *, example: bool = False, templates: Iterable[Template] | None = None, guest_kernel: KernelSource | None = None
+    *,
+    example: bool = False,
+    templates: Iterable[Template] | None = None,
+    guest_kernel: KernelSource | None = None,
+    firecracker: str = "",
 ) -> list[Step]:
     """The steps, in the order in which they need each other; `example` adds the data of `make demo`, `guest_kernel`
-    what microVMs need. Without `templates` the standard ones."""
+    what microVMs need, `firecracker` that VMM of this archive. Without `templates` the standard ones."""
     chosen = choose_templates() if templates is None else templates
-    microvm = microvm_steps(guest_kernel) if guest_kernel is not None else []
+    microvm = microvm_steps(guest_kernel, firecracker=firecracker) if guest_kernel is not None else []
     built = [_template_step(template) for template in chosen]
     return [*_STEPS, *built, *microvm, *([_EXAMPLE] if example else [])]
 
