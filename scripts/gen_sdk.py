@@ -8,12 +8,14 @@ from typing import Any
 
 from cpuos import Client, Job, Network, Result, Sandbox, Shell, Snapshot, Template, TransferReport
 from cpuos import errors as errors_module
+from cpuos.client._sync.alarms import AlarmAccess
 from cpuos.client._sync.commands import Commands
 from cpuos.client._sync.files import Files
 from cpuos.client._sync.network import NetworkAccess, SandboxAudit, WorkspaceAccess
 from cpuos.client._sync.ports import Ports
 from cpuos.client._sync.pty import Pty
 from cpuos.errors import CommandFailed, CpuosError
+from cpuos.types.alarms import ActiveAlarm, AlarmRule, WorkspaceAlarms
 from cpuos.types.limits import ReachedLimit
 from cpuos.types.network import Connection, RefusedConnection, SandboxNetwork, WorkspaceNetwork
 from cpuos.types.template import TemplateInfo
@@ -58,6 +60,10 @@ _CLASSES: tuple[tuple[type[Any], str], ...] = (
     (Client, "`Client()`"),
     (WorkspaceAccess, "`client.network`"),
     (WorkspaceNetwork, "`client.network.get()`, `client.network.update()`"),
+    (AlarmAccess, "`client.alarms`"),
+    (WorkspaceAlarms, "`client.alarms.get()`, `client.alarms.update()`"),
+    (AlarmRule, "`client.alarms.get().rules`, `sandbox.info.alarms`"),
+    (ActiveAlarm, "`sandbox.info.active_alarms`"),
 )
 _QUALIFIED = re.compile(r"\b(?:[a-z_]+\.)+(?=[A-Za-z])")
 

@@ -17,6 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from cpuos.cli import (
+    alarms,
     audit,
     certs,
     commands,
@@ -75,6 +76,7 @@ for group in (
     certs,
     profiles,
     templates,
+    alarms,
     audit,
     keys,
     machine,

@@ -51,6 +51,10 @@ def create(
         typer.Option("--allow", help="Reach only this: *.example.com, 1.2.3.0/24:443; may be repeated."),
     ] = None,
     deny: Annotated[list[str] | None, typer.Option("--deny", help="Never reach this; may be repeated.")] = None,
+    alarm: Annotated[
+        list[str] | None,
+        typer.Option("--alarm", help="cpu=90%/10m:pause: what it may use for a while; may be repeated."),
+    ] = None,
     pack: Annotated[
         list[str] | None, typer.Option("--pack", help="PATH=NAME: have a data pack there; may be repeated.")
     ] = None,
@@ -85,6 +89,7 @@ def create(
         "labels": parse_pairs(label, option="--label"),
         "task": task,
         "network": read_network(network, allow=allow, deny=deny, command="cpuos create"),
+        "alarms": alarm,
         "packs": parse_pairs(pack, option="--pack"),
         "runtime": runtime,
         "min_isolation": min_isolation,
@@ -128,7 +133,7 @@ def list_sandboxes(
             (
                 info.id,
                 info.name,
-                f"{info.state}: {info.reason}" if info.reason else info.state,
+                _state(info),
                 info.template,
                 info.isolation,
                 ago(info.created_at),
@@ -138,6 +143,12 @@ def list_sandboxes(
         ]
         headings = ("ID", "NAME", "STATE", "TEMPLATE", "ISOLATION", "AGE", "ENDS IN")
         output.table(headings, rows, empty="no sandbox; make one with: cpuos create")
+
+
+def _state(info: SandboxInfo) -> str:
+    """With its reason, or with what it uses too much of."""
+    alarms = ", ".join(sorted({f"alarm {one.rule.text}" for one in info.active_alarms}))
+    return ": ".join(part for part in (info.state, info.reason or alarms) if part)
 
 
 def _left(info: SandboxInfo) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from cpuos.client._async.alarms import AsyncAlarmAccess
 from cpuos.client._async.connection import AsyncServer
 from cpuos.client._async.http import AsyncHttp
 from cpuos.client._async.network import AsyncWorkspaceAccess
@@ -32,6 +33,7 @@ class AsyncClient:
         self.http = AsyncHttp()
         self.server = AsyncServer(self.http, url=self.config.api_url, key=self.config.api_key)
         self.network = AsyncWorkspaceAccess(self.server)
+        self.alarms = AsyncAlarmAccess(self.server)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.config.api_url}>"

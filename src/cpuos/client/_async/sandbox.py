@@ -39,18 +39,18 @@ from cpuos.types.sandbox import (
     StartedFrom,
 )
 from cpuos.types.sandbox import Sandbox as SandboxInfo
-from cpuos.types.snapshot import Fork, Forked, SnapshotCreate
 from cpuos.types.snapshot import Snapshot as SnapshotInfo
+from cpuos.types.snapshot import SnapshotCreate
 from cpuos.types.units import parse_duration_s, parse_size_mib
 
 if TYPE_CHECKING:
     from cpuos.client._async.snapshot import AsyncSnapshot
 
-__all__ = ["AsyncSandbox", "fork"]
+__all__ = ["AsyncSandbox"]
 
 _JSON = {"content-type": "application/json"}
 # Memory and disks of many GiB on a slow volume take their time.
-_MOVE_S = 660.0
+MOVE_S = 660.0
 # How long the clean-up of an interrupted create or body may take before the sandbox is left to its timeout.
 CLEAN_UP_S = 30.0
 
@@ -99,6 +99,7 @@ class AsyncSandbox:
         labels: Mapping[str, str] | None = None,
         task: str | None = None,
         network: str | Network | None = None,
+        alarms: Sequence[str] | None = None,
         packs: Mapping[str, str] | None = None,
         runtime: str | None = None,
         min_isolation: str | Isolation | None = None,
@@ -113,7 +114,9 @@ class AsyncSandbox:
         `idle_timeout` without a command, job, terminal, watch, transfer or preview connection it is paused, or killed
         with `on_idle="kill"`; the next call resumes it, unless `auto_resume=False`. Each
         `root_checkpoint_interval` its files outside of /workspace are saved for a `recreate`. `network` is what it may
-        reach: "internet" (the default), "off" or a `Network`. `runtime="auto"` is the strongest that works on the host;
+        reach: "internet" (the default), "off" or a `Network`. `alarms` are rules such as "cpu=90%/10m:pause": when it
+        uses so much for so long that is told in the audit, and it may be paused or killed.
+        `runtime="auto"` is the strongest that works on the host;
         `min_isolation` refuses less, and a microVM that is only emulated is taken with `allow_emulated=True` alone. The
         same `idempotency_key` again gives the same sandbox. Interrupted in the middle, it kills what was being made.
         """
@@ -136,6 +139,7 @@ class AsyncSandbox:
             "labels": None if labels is None else make_labels(labels),
             "task": task,
             "network": None if network is None else network_values(network),
+            "alarms": alarms,
             "packs": None if packs is None else dict(packs),
             "runtime": runtime,
             "min_isolation": min_isolation,
@@ -306,7 +310,7 @@ class AsyncSandbox:
             "POST",
             f"{_path(self.id)}/recreate",
             headers={"idempotency-key": idempotency_key or new_key()},
-            read_timeout_s=_MOVE_S,
+            read_timeout_s=MOVE_S,
         )
         made = parse_answer(SandboxCreated, answer.body)
         self._info = made.sandbox
@@ -333,7 +337,7 @@ class AsyncSandbox:
             f"{_path(self.id)}/snapshots",
             headers={"idempotency-key": idempotency_key or new_key()},
             content=body,
-            read_timeout_s=_MOVE_S,
+            read_timeout_s=MOVE_S,
         )
         return AsyncSnapshot(self._client, parse_answer(SnapshotInfo, answer.body))
 
@@ -346,6 +350,8 @@ class AsyncSandbox:
         idempotency_key: str | None = None,
     ) -> builtins.list[AsyncSandbox]:
         """So many running copies of it as it is now: all of them, or an error and none. It goes on itself."""
+        from cpuos.client._async.forks import fork  # that one makes sandboxes
+
         path = f"{_path(self.id)}/fork"
         return await fork(self._client, path, count, timeout=timeout, labels=labels, key=idempotency_key)
 
@@ -428,7 +434,7 @@ class AsyncSandbox:
         return f"<{type(self).__name__} {self.id} {self.state}>"
 
     async def _move(self, verb: str) -> None:
-        answer = await self._client.server.call("POST", f"{_path(self.id)}/{verb}", read_timeout_s=_MOVE_S)
+        answer = await self._client.server.call("POST", f"{_path(self.id)}/{verb}", read_timeout_s=MOVE_S)
         self._info = parse_answer(SandboxInfo, answer.body)
 
     async def _update(self, **values: Any) -> None:
@@ -452,48 +458,6 @@ class AsyncSandbox:
         except CpuosError:
             # Not reachable, or never made: what may exist ends by its own timeout.
             return
-
-
-async def fork(
-    client: AsyncClient,
-    path: str,
-    count: int,
-    *,
-    timeout: str | float | None,
-    labels: Mapping[str, str] | None,
-    key: str | None,
-) -> list[AsyncSandbox]:
-    """The sandboxes that a fork of a sandbox or of a snapshot makes."""
-    values: dict[str, Any] = {"count": count}
-    if timeout is not None:
-        values["timeout_s"] = parse_duration_s(timeout, name="timeout")
-    if labels is not None:
-        values["labels"] = make_labels(labels)
-    body = make_request(Fork, values, doing="fork")
-    key = key or new_key()
-    try:
-        return await _fork(client, path, body, key)
-    except BaseException as error:
-        # Interrupted or cancelled: they may be there, or about to be. Their key finds them.
-        if not isinstance(error, CpuosError):
-            await shielded(_abandon_fork, client, path, body, key, timeout_s=CLEAN_UP_S)
-        raise
-
-
-async def _fork(client: AsyncClient, path: str, body: bytes, key: str) -> list[AsyncSandbox]:
-    answer = await client.server.call(
-        "POST", path, headers={"idempotency-key": key}, content=body, read_timeout_s=_MOVE_S
-    )
-    made = parse_answer(Forked, answer.body).sandboxes
-    return [AsyncSandbox(client, one.sandbox, ticket=make_ticket(one.access, answer)) for one in made]
-
-
-async def _abandon_fork(client: AsyncClient, path: str, body: bytes, key: str) -> None:
-    try:
-        for made in await _fork(client, path, body, key):
-            await made.kill()
-    except CpuosError:
-        return  # what may exist ends by its own timeout
 
 
 def _path(ref: str) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from cpuos.client._async.client import AsyncClient
-from cpuos.client._async.sandbox import AsyncSandbox, fork
+from cpuos.client._async.forks import fork
+from cpuos.client._async.sandbox import AsyncSandbox
 from cpuos.client._backend_async import shielded
 from cpuos.client._parse import parse_answer
 from cpuos.types.snapshot import Snapshot as SnapshotInfo

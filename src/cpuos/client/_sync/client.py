@@ -8,6 +8,7 @@ from typing import Any
 
 from cpuos.client._http import Answer
 from cpuos.client._parse import parse_answer
+from cpuos.client._sync.alarms import AlarmAccess
 from cpuos.client._sync.connection import Server
 from cpuos.client._sync.http import Http
 from cpuos.client._sync.network import WorkspaceAccess
@@ -33,6 +34,7 @@ class Client:
         self.http = Http()
         self.server = Server(self.http, url=self.config.api_url, key=self.config.api_key)
         self.network = WorkspaceAccess(self.server)
+        self.alarms = AlarmAccess(self.server)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.config.api_url}>"

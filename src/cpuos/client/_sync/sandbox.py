@@ -40,18 +40,18 @@ from cpuos.types.sandbox import (
     StartedFrom,
 )
 from cpuos.types.sandbox import Sandbox as SandboxInfo
-from cpuos.types.snapshot import Fork, Forked, SnapshotCreate
 from cpuos.types.snapshot import Snapshot as SnapshotInfo
+from cpuos.types.snapshot import SnapshotCreate
 from cpuos.types.units import parse_duration_s, parse_size_mib
 
 if TYPE_CHECKING:
     from cpuos.client._sync.snapshot import Snapshot
 
-__all__ = ["Sandbox", "fork"]
+__all__ = ["Sandbox"]
 
 _JSON = {"content-type": "application/json"}
 # Memory and disks of many GiB on a slow volume take their time.
-_MOVE_S = 660.0
+MOVE_S = 660.0
 # How long the clean-up of an interrupted create or body may take before the sandbox is left to its timeout.
 CLEAN_UP_S = 30.0
 
@@ -100,6 +100,7 @@ class Sandbox:
         labels: Mapping[str, str] | None = None,
         task: str | None = None,
         network: str | Network | None = None,
+        alarms: Sequence[str] | None = None,
         packs: Mapping[str, str] | None = None,
         runtime: str | None = None,
         min_isolation: str | Isolation | None = None,
@@ -114,7 +115,9 @@ class Sandbox:
         `idle_timeout` without a command, job, terminal, watch, transfer or preview connection it is paused, or killed
         with `on_idle="kill"`; the next call resumes it, unless `auto_resume=False`. Each
         `root_checkpoint_interval` its files outside of /workspace are saved for a `recreate`. `network` is what it may
-        reach: "internet" (the default), "off" or a `Network`. `runtime="auto"` is the strongest that works on the host;
+        reach: "internet" (the default), "off" or a `Network`. `alarms` are rules such as "cpu=90%/10m:pause": when it
+        uses so much for so long that is told in the audit, and it may be paused or killed.
+        `runtime="auto"` is the strongest that works on the host;
         `min_isolation` refuses less, and a microVM that is only emulated is taken with `allow_emulated=True` alone. The
         same `idempotency_key` again gives the same sandbox. Interrupted in the middle, it kills what was being made.
         """
@@ -137,6 +140,7 @@ class Sandbox:
             "labels": None if labels is None else make_labels(labels),
             "task": task,
             "network": None if network is None else network_values(network),
+            "alarms": alarms,
             "packs": None if packs is None else dict(packs),
             "runtime": runtime,
             "min_isolation": min_isolation,
@@ -307,7 +311,7 @@ class Sandbox:
             "POST",
             f"{_path(self.id)}/recreate",
             headers={"idempotency-key": idempotency_key or new_key()},
-            read_timeout_s=_MOVE_S,
+            read_timeout_s=MOVE_S,
         )
         made = parse_answer(SandboxCreated, answer.body)
         self._info = made.sandbox
@@ -334,7 +338,7 @@ class Sandbox:
             f"{_path(self.id)}/snapshots",
             headers={"idempotency-key": idempotency_key or new_key()},
             content=body,
-            read_timeout_s=_MOVE_S,
+            read_timeout_s=MOVE_S,
         )
         return Snapshot(self._client, parse_answer(SnapshotInfo, answer.body))
 
@@ -347,6 +351,8 @@ class Sandbox:
         idempotency_key: str | None = None,
     ) -> builtins.list[Sandbox]:
         """So many running copies of it as it is now: all of them, or an error and none. It goes on itself."""
+        from cpuos.client._sync.forks import fork  # that one makes sandboxes
+
         path = f"{_path(self.id)}/fork"
         return fork(self._client, path, count, timeout=timeout, labels=labels, key=idempotency_key)
 
@@ -429,7 +435,7 @@ class Sandbox:
         return f"<{type(self).__name__} {self.id} {self.state}>"
 
     def _move(self, verb: str) -> None:
-        answer = self._client.server.call("POST", f"{_path(self.id)}/{verb}", read_timeout_s=_MOVE_S)
+        answer = self._client.server.call("POST", f"{_path(self.id)}/{verb}", read_timeout_s=MOVE_S)
         self._info = parse_answer(SandboxInfo, answer.body)
 
     def _update(self, **values: Any) -> None:
@@ -453,46 +459,6 @@ class Sandbox:
         except CpuosError:
             # Not reachable, or never made: what may exist ends by its own timeout.
             return
-
-
-def fork(
-    client: Client,
-    path: str,
-    count: int,
-    *,
-    timeout: str | float | None,
-    labels: Mapping[str, str] | None,
-    key: str | None,
-) -> list[Sandbox]:
-    """The sandboxes that a fork of a sandbox or of a snapshot makes."""
-    values: dict[str, Any] = {"count": count}
-    if timeout is not None:
-        values["timeout_s"] = parse_duration_s(timeout, name="timeout")
-    if labels is not None:
-        values["labels"] = make_labels(labels)
-    body = make_request(Fork, values, doing="fork")
-    key = key or new_key()
-    try:
-        return _fork(client, path, body, key)
-    except BaseException as error:
-        # Interrupted or cancelled: they may be there, or about to be. Their key finds them.
-        if not isinstance(error, CpuosError):
-            shielded(_abandon_fork, client, path, body, key, timeout_s=CLEAN_UP_S)
-        raise
-
-
-def _fork(client: Client, path: str, body: bytes, key: str) -> list[Sandbox]:
-    answer = client.server.call("POST", path, headers={"idempotency-key": key}, content=body, read_timeout_s=_MOVE_S)
-    made = parse_answer(Forked, answer.body).sandboxes
-    return [Sandbox(client, one.sandbox, ticket=make_ticket(one.access, answer)) for one in made]
-
-
-def _abandon_fork(client: Client, path: str, body: bytes, key: str) -> None:
-    try:
-        for made in _fork(client, path, body, key):
-            made.kill()
-    except CpuosError:
-        return  # what may exist ends by its own timeout
 
 
 def _path(ref: str) -> str:

@@ -10,7 +10,8 @@ from urllib.parse import quote
 from cpuos.client._backend_sync import shielded
 from cpuos.client._parse import parse_answer
 from cpuos.client._sync.client import Client
-from cpuos.client._sync.sandbox import Sandbox, fork
+from cpuos.client._sync.forks import fork
+from cpuos.client._sync.sandbox import Sandbox
 from cpuos.types.snapshot import Snapshot as SnapshotInfo
 from cpuos.types.snapshot import SnapshotList, SnapshotState
 
