@@ -4,38 +4,25 @@ its main network namespace changes. Skipped where package managers are told of n
 from __future__ import annotations
 
 import json
-import shutil
-import socket
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from cpuos import Network, Sandbox
-from cpuos.setup.apt_sources import distribution_sources
+from cpuos.setup.mirrors import Mirror, find_mirrors
 from cpuos.testing.instance import Instance
-from cpuos.types.blocked import blocked_reason
 
 # Slow: a mirror may be away for minutes, which no test of this repository should hang on.
 pytestmark = [pytest.mark.gvisor, pytest.mark.slow, pytest.mark.timeout(600)]
 
-_PORTS = {"http": 80, "https": 443}
 _BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
-_INDEX_HOSTS = """
-from pip._internal.configuration import Configuration
-from pip._internal.models.index import PyPI
-known = Configuration(isolated=False)
-known.load()
-index = dict(known.items()).get("global.index-url", PyPI.simple_url)
-print(index)
-if index == PyPI.simple_url:
-    print("https://" + PyPI.file_storage_domain)
-"""
+_TUTORIAL = Path(__file__).parents[2] / "docs/tutorial/packages-from-a-mirror.md"
+_SHELL_BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _TRY = """
 import json, socket, sys
 for place, port in json.loads(sys.argv[1]):
@@ -47,13 +34,6 @@ for place, port in json.loads(sys.argv[1]):
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mirror:
-    exceptions: tuple[str, ...]
-    addresses: frozenset[str]
-    names: tuple[str, ...]
-
-
 def main_namespace() -> list[str]:
     """All that an uplink could add to this machine's network; counters and life times are not of it."""
     asked = ["ip -o link", "ip -o addr", "ip rule", "ip -4 route show table all", "nft --stateless list ruleset"]
@@ -61,36 +41,19 @@ def main_namespace() -> list[str]:
     return [subprocess.run(words.split(), capture_output=True, text=True, check=False).stdout for words in asked]
 
 
-def _urls() -> list[str]:
-    python = shutil.which("python3") or sys.executable
-    asked = subprocess.run([python, "-c", _INDEX_HOSTS], capture_output=True, text=True, check=False)
-    release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
-    sources = distribution_sources(release.get("VERSION_CODENAME", "").strip('"'))
-    return [*asked.stdout.split(), *(uri for source in sources for uri in source.uris)]
+@pytest.fixture(scope="module")
+def mirrors() -> list[Mirror]:
+    """Those of this machine's package managers that sandboxes reach by an exception only."""
+    blocked = [one for one in find_mirrors() if one.blocked is not None]
+    if not blocked:
+        pytest.skip("this machine has no package mirror in an always-blocked range, or resolves none")
+    return blocked
 
 
 @pytest.fixture(scope="module")
-def mirror() -> Mirror:
-    """Whom this machine's package managers ask, as exceptions of an operator."""
-    exceptions: dict[str, str] = {}
-    for url in map(urlsplit, _urls()):
-        try:
-            address = socket.getaddrinfo(url.hostname, 0, socket.AF_INET)[0][4][0]
-        except OSError:
-            pytest.skip("this machine resolves no package mirror")
-        port = url.port or _PORTS[url.scheme]
-        if blocked_reason(IPv4Address(address), protocol="tcp", port=port):
-            exceptions[f"{url.hostname}={address}:{port}"] = str(address)
-    if not exceptions:
-        pytest.skip("this machine has no package mirror in an always-blocked range")
-    names = tuple(f"{text.split('=')[0]}:{text.rsplit(':', 1)[1]}" for text in exceptions)
-    return Mirror(exceptions=tuple(exceptions), addresses=frozenset(exceptions.values()), names=names)
-
-
-@pytest.fixture(scope="module")
-def instance(mirror: Mirror) -> Iterator[Instance]:
+def instance(mirrors: list[Mirror]) -> Iterator[Instance]:
     before = main_namespace()
-    values = {"network_uplink": "user", "network_exceptions": list(mirror.exceptions)}
+    values = {"network_uplink": "user", "network_exceptions": [one.exception for one in mirrors]}
     with Instance(runtime="gvisor", max_sandboxes=2, network_pool=1, **values) as instance:
         yield instance
         assert main_namespace() == before, "while sandboxes ran"
@@ -98,8 +61,8 @@ def instance(mirror: Mirror) -> Iterator[Instance]:
 
 
 @pytest.mark.parametrize("kind", ["internet", "allowlist"])
-def test_packages_come_from_this_machines_mirror(instance, mirror, kind):
-    network = "internet" if kind == "internet" else Network(allow=list(mirror.names))
+def test_packages_come_from_this_machines_mirror(instance, mirrors, kind):
+    network = "internet" if kind == "internet" else Network(allow=[f"{one.name}:{one.port}" for one in mirrors])
     with Sandbox.create(client=instance.client(), template="python", network=network) as sandbox:
         sandbox.files.write("/tmp/bundle.crt", _BUNDLE.read_bytes())
         done = sandbox.exec(
@@ -114,12 +77,29 @@ def test_packages_come_from_this_machines_mirror(instance, mirror, kind):
         assert "Hello, world!" in done.stdout
 
 
-def test_everything_else_in_special_ranges_is_refused(instance, mirror):
+def test_the_tutorial_runs(instance, tmp_path):
+    """As it is written, but for the step that changes the settings of the machine."""
+    blocks = [text for text in _SHELL_BLOCK.findall(_TUTORIAL.read_text()) if "cpuos down" not in text]
+    assert len(blocks) == 3
+    environment = instance.environment()
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    script = "\n".join(blocks)
+    ran = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(ran, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("network_exceptions = [")
+    assert "\niniconfig\n" in done.stdout
+    assert "Hello, world!" in done.stdout
+    assert "always blocked" in done.stdout
+
+
+def test_everything_else_in_special_ranges_is_refused(instance, mirrors):
+    addresses = {str(one.address) for one in mirrors}
     own = {str(row["local"]) for row in _addresses()}
     gateways = {row["gateway"] for row in _routes() if "gateway" in row}
-    near = {str(IPv4Address(address) + step) for address in mirror.addresses for step in (-1, 1)} - mirror.addresses
+    near = {str(IPv4Address(address) + step) for address in addresses for step in (-1, 1)} - addresses
     places = [[address, port] for address in own | gateways | near for port in (22, 80, 443)]
-    places += [[address, port] for address in mirror.addresses for port in (22, 53, 3128)]
+    places += [[address, port] for address in addresses for port in (22, 53, 3128)]
     places += [[address, instance.settings.api_port] for address in own | {"127.0.0.1", "0.0.0.0"}]
     places += [["169.254.169.254", 80], ["10.0.0.1", 80]]
     with Sandbox.create(client=instance.client(), template="python", network="internet") as sandbox:
