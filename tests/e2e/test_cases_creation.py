@@ -51,7 +51,7 @@ def test_c25_clients_that_die_in_mid_create(instance, client: Client) -> None:
     before = {box.id for box in Sandbox.list(client=client)}
     script = (
         "from cpuos import Sandbox\n"
-        "Sandbox.create(template='base', memory='128MiB', disk='64MiB', cpu=1, timeout='20s')"
+        "Sandbox.create(template='base', memory='128MiB', disk='64MiB', cpu=1, timeout='10s')"
     )
     for number in range(20):
         process = subprocess.Popen([sys.executable, "-c", script], env=instance.environment())

@@ -141,12 +141,12 @@ def test_c22_overwrite_rules(sandbox: Sandbox) -> None:
 # C23: disk full.
 
 
-@pytest.mark.parametrize("where", ["/workspace", "/home/user"])
-def test_c23_disk_full(client: Client, sandbox: Sandbox, where: str) -> None:
-    limit = 2 << 30
-    with Sandbox.create(client=client, memory="1GiB", disk="2GiB", timeout="15m") as full:
-        one_file = full.exec(f"head -c 1500000000 /dev/zero > {where}/one && stat -c %s {where}/one", timeout="2m")
-        assert one_file.stdout == "1500000000\n", one_file
+@pytest.mark.parametrize(("where", "gib", "one"), [("/workspace", 2, 1_500_000_000), ("/home/user", 1, 700_000_000)])
+def test_c23_disk_full(client: Client, sandbox: Sandbox, where: str, gib: int, one: int) -> None:
+    limit = gib << 30
+    with Sandbox.create(client=client, memory="1GiB", disk=f"{gib}GiB", timeout="15m") as full:
+        one_file = full.exec(f"head -c {one} /dev/zero > {where}/one && stat -c %s {where}/one", timeout="2m")
+        assert one_file.stdout == f"{one}\n", one_file
         full.exec(f"cat /dev/zero > {where}/rest", timeout="3m")
         used = int(full.exec(f"cat {where}/one {where}/rest | wc -c", timeout="2m", check=True).stdout)
         assert limit <= used <= limit * 1.05

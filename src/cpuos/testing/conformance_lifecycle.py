@@ -27,14 +27,18 @@ class LifecycleConformance:
     """Each test has a sandbox of its own: what it leaves must not hide what the next one should find."""
 
     known_failures: ClassVar[dict[str, str]] = {}
+    impossible: ClassVar[dict[str, str]] = {}
+    """Tests of what a runtime cannot do by its nature, which would only wait for it in vain."""
     create_options: ClassVar[dict[str, Any]] = {
         **{"template": "base", "memory": "256MiB", "disk": "256MiB", "cpu": 1, "timeout": "10m"}
     }
 
     @pytest.fixture(autouse=True)
     def _known_failure(self, request: pytest.FixtureRequest) -> None:
-        reason = self.known_failures.get(request.node.originalname)
-        if reason:
+        name = request.node.originalname
+        if reason := self.impossible.get(name):
+            pytest.skip(reason)
+        if reason := self.known_failures.get(name):
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     @pytest.fixture
