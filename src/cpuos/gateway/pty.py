@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import json
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = ["open_pty"]
 TICKET_WAIT_S = 10.0
 KEEPALIVE_S = 5.0
 MAX_UP_FRAME = 64 << 10
+TYPED_BYTES = 1 << 20
+"""So much may wait for a program that does not read: what is typed after it waits at the client, signals too."""
 CLOSED, REFUSED = 1000, 4000
 
 
@@ -133,17 +136,17 @@ async def _command(call: Call, sandbox: GatewaySandbox, ticket: Ticket) -> Recor
 async def _serve(socket: _Socket, recorded: RecordedCommand, keys: _Keys | None) -> None:
     """Both directions until the program ends or the client leaves."""
     down = asyncio.create_task(_send_down(socket, recorded))
-    up = asyncio.create_task(_take_up(socket, keys))
+    up = [asyncio.create_task(_take_up(socket, keys))]
+    if keys is not None:
+        up.append(asyncio.create_task(keys.type()))
     try:
-        await asyncio.wait({down, up}, return_when=asyncio.FIRST_COMPLETED)
-        if down.done():
-            down.result()
-        else:
-            up.result()
+        await asyncio.wait({down, *up}, return_when=asyncio.FIRST_COMPLETED)
+        ended = [down] if down.done() else [task for task in up if task.done()]
+        ended[0].result()
     finally:
-        for task in (down, up):
+        for task in (down, *up):
             task.cancel()
-        await asyncio.gather(down, up, return_exceptions=True)
+        await asyncio.gather(down, *up, return_exceptions=True)
 
 
 async def _send_down(socket: _Socket, recorded: RecordedCommand) -> None:
@@ -180,29 +183,55 @@ async def _take_up(socket: _Socket, keys: _Keys | None) -> None:
 
 
 class _Keys:
-    """What a client sends to a running program."""
+    """What a client sends to a running program. Signals and sizes do not wait behind what it has typed."""
 
     def __init__(self, run: CommandRun, gateway: Gateway, ticket: Ticket, sandbox: GatewaySandbox) -> None:
         self._sandbox = sandbox
         self._run = run
         self._gateway = gateway
         self._ticket = ticket
+        self._typed: deque[bytes | None] = deque()
+        """None: the end of it."""
+        self._typed_bytes = 0
+        self._changed = asyncio.Event()
+
+    async def type(self) -> None:
+        """Pass on what was typed as the program takes it, for ever. A WebSocket keeps order: no offset is needed."""
+        while True:
+            while not self._typed:
+                self._changed.clear()
+                await self._changed.wait()
+            data = self._typed[0]
+            await self._sandbox.awake()
+            if data is None:
+                self._run.close_stdin()
+            else:
+                await self._run.write_stdin(data, offset=None)
+                self._typed_bytes -= len(data)
+            self._typed.popleft()
+            self._changed.set()
+
+    async def _queue(self, data: bytes | None) -> None:
+        while self._typed_bytes >= TYPED_BYTES:
+            self._changed.clear()
+            await self._changed.wait()
+        self._typed.append(data)
+        self._typed_bytes += len(data or b"")
+        self._changed.set()
 
     async def take(self, frame: Frame) -> None:
-        """One frame. STDIN is appended as it comes: a WebSocket keeps order, so its offset is not needed."""
         run = self._run
         if run.recorded.ended:
             return
-        if frame.kind in (FrameKind.STDIN, FrameKind.STDIN_END, FrameKind.KILL):
-            await self._sandbox.awake()
         if frame.kind is FrameKind.STDIN:
-            await run.write_stdin(frame.payload, offset=None)
+            await self._queue(frame.payload)
         elif frame.kind is FrameKind.STDIN_END:
-            run.close_stdin()
+            await self._queue(None)
         elif frame.kind is FrameKind.RESIZE:
             size: Pty = read_model(Pty, frame.payload)
             run.resize(size.cols, size.rows)
         elif frame.kind is FrameKind.KILL:
+            await self._sandbox.awake()
             number = signal_number(_signal(frame.payload))
             detail = {"signal": number, "reason": "from its terminal"}
             async with journaled(self._gateway, self._ticket, "command.kill", target=run.id, detail=detail):

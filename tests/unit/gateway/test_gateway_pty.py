@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 from typing import Any
 
@@ -67,6 +68,36 @@ async def test_ctrl_c_and_kill(rig: Rig) -> None:
         await socket.send(encode_frame(FrameKind.KILL, b'{"signal":"KILL"}'))
         frames = await frames_until(socket, kind=FrameKind.ENDED)
         assert json.loads(frames[-1].payload)["command"]["status"] == "killed"
+
+
+async def test_signals_and_sizes_come_before_what_nobody_reads(rig: Rig) -> None:
+    """A raw terminal whose program reads nothing, and more typed than it, the agent and the gateway hold together."""
+    sized = "trap 'stty size' WINCH; stty raw -echo; echo ready; while :; do sleep 0.05; done"
+    async with connect(
+        pty_url(rig, argv=["/bin/bash", "-c", sized]), additional_headers=auth(rig), proxy=None
+    ) as socket:
+        await frames_until(socket, text=b"ready")
+        for _ in range(14):  # 896 KiB
+            await socket.send(typed(b"x" * (64 << 10)))
+        await socket.send(encode_frame(FrameKind.RESIZE, b'{"cols":100,"rows":40}'))
+        await frames_until(socket, text=b"40 100")
+        await socket.send(encode_frame(FrameKind.KILL, b'{"signal":"KILL"}'))
+        frames = await frames_until(socket, kind=FrameKind.ENDED)
+        assert json.loads(frames[-1].payload)["command"]["status"] == "killed"
+
+
+async def test_much_that_is_typed_comes_whole_and_in_order(rig: Rig) -> None:
+    size = 3 << 20  # more than may wait
+    counted = f"stty raw -echo; echo ready; head -c {size} | sha256sum"
+    data = bytes(range(1, 256)) * (size // 255 + 1)
+    wanted = hashlib.sha256(data[:size]).hexdigest().encode()
+    async with connect(
+        pty_url(rig, argv=["/bin/bash", "-c", counted]), additional_headers=auth(rig), proxy=None
+    ) as socket:
+        await frames_until(socket, text=b"ready")
+        for begin in range(0, size, 60_000):
+            await socket.send(typed(data[begin : min(size, begin + 60_000)]))
+        await frames_until(socket, text=wanted)
 
 
 async def test_a_closed_socket_leaves_the_program_and_another_attaches(rig: Rig) -> None:
