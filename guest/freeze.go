@@ -81,7 +81,7 @@ func (a *agent) freeze(r *request) any {
 			c.mu.Unlock()
 		}
 		count := a.stopAll(end)
-		syscall.Sync()
+		holdDisks()
 		a.freezer.told = map[string]any{"processes": count, "listeners": listeners(r.LocalAddr().String()), "commands": running}
 	})
 	if err != nil {
@@ -206,6 +206,7 @@ func (a *agent) goOn() int {
 	if a.freezeUnder() == "" {
 		return 0
 	}
+	releaseDisks()
 	continued := map[int]bool{}
 	// A look at very many may miss some.
 	for look := 0; a.freezer.stopped != nil && (look == 0 || look == 1 && len(continued) > manyProcesses); look++ {
@@ -231,8 +232,7 @@ func (a *agent) goOn() int {
 
 // goOnAs is goOn with all that a new incarnation must be told before; another sandbox than the one that froze has more.
 func (a *agent) goOnAs(who identity, another bool) map[string]any {
-	clock := syscall.NsecToTimeval(int64(who.Now * 1e9))
-	syscall.Settimeofday(&clock)
+	goOnAt(who.Now)
 	programs := []string{}
 	if another {
 		if a.forgetHost(who) { // takes seconds, and nobody waits for it: a server reads them when it starts

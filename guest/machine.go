@@ -25,7 +25,12 @@ const (
 	layer      = "/upper" // the disk of the root's writable layer
 	newRoot    = "/new"
 	deviceTime = 10 * time.Second
+
+	holdCall, releaseCall = 0xC0045877, 0xC0045878 // FIFREEZE, FITHAW
 )
+
+// disks are those that this kernel alone writes.
+var disks []*os.File
 
 var (
 	tasks     = flag.Int("tasks", 0, "as /init of a guest kernel: limit of processes and threads")
@@ -144,6 +149,28 @@ func mountRoot() {
 	os.MkdirAll(newRoot+workFolder, 0o755)
 	mount(drive("workspace"), newRoot+workFolder, "ext4", unix.MS_NOATIME|unix.MS_NODEV, "")
 	os.Remove(newRoot + workFolder + "/lost+found") // of a disk that is new: an empty folder of root's
+	disks = []*os.File{got(os.Open(layer)), got(os.Open(newRoot + workFolder))}
+}
+
+// holdDisks has nothing written to them until releaseDisks: what is copied of them meanwhile fits what is saved of memory.
+func holdDisks() {
+	syscall.Sync()
+	for _, disk := range disks {
+		check(unix.IoctlSetInt(int(disk.Fd()), holdCall, 0))
+	}
+}
+
+// goOnAt is the first that a machine does which stood still until this moment.
+func goOnAt(moment float64) {
+	clock := syscall.NsecToTimeval(int64(moment * 1e9))
+	syscall.Settimeofday(&clock)
+	releaseDisks()
+}
+
+func releaseDisks() {
+	for _, disk := range disks {
+		unix.IoctlSetInt(int(disk.Fd()), releaseCall, 0) // refused where it is not held
+	}
 }
 
 func mountFolders() {

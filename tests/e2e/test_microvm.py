@@ -13,6 +13,7 @@ from cpuos import Client, Network, Sandbox
 from cpuos.errors import CpuosError
 from cpuos.runtimes.microvm.runtime import AGENT_TASKS
 from cpuos.testing.sealed import SealedInstance, SealedWorld, addresses
+from cpuos.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.microvm, pytest.mark.timeout(400)]
 
@@ -137,17 +138,28 @@ def test_limits_of_processes_and_disk_are_kept(machine: Sandbox) -> None:
     assert machine.exec("echo well", timeout=60, check=True).stdout == "well\n"
 
 
-def test_a_pause_is_refused_and_it_runs_on(machine: Sandbox) -> None:
-    job = machine.spawn("while sleep 0.2; do date +%s%N > alive; done")
-    for verb in (machine.pause, machine.snapshot):
-        with pytest.raises(CpuosError) as caught:
-            verb()
-        assert "runtime 'microvm' has no pause" in str(caught.value)
-    before = machine.exec("cat alive", timeout=60).stdout
-    deadline = time.monotonic() + 60
-    while machine.exec("cat alive", timeout=60).stdout == before:
-        assert time.monotonic() < deadline
+def test_it_goes_on_where_it_stood_still(sealed: SealedWorld, machine: Sandbox) -> None:
+    machine.network.update(Network(allow=["*.allowed.example"]))
+    job = machine.spawn("n=0; while sleep 0.1; do n=$((n+1)); echo $n; done")
+    machine.exec("echo root > /opt/held && echo work > held", user="root", check=True)
+    for _ in range(2):  # the second time it was itself taken up
+        wait_until(lambda: job.output())
+        machine.pause()
+        machine.resume()
+        assert (machine.info.state, machine.info.reason) == ("running", "")
+        before = len(job.output().split())
+        wait_until(lambda before=before: len(job.output().split()) > before + 3)
+        assert machine.exec("cat /opt/held held", check=True).stdout == "root\nwork\n"
+    numbers = job.output().decode().split()
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
     job.kill()
+    told = float(machine.exec("date +%s.%N", check=True).stdout)
+    assert abs(told - time.time()) < 5
+    sealed.clear()
+    assert attempt(machine, ("tcp", addresses.WEB, 443), ("name", "web.allowed.example", 443)) == [
+        "ConnectionRefusedError",  # by its address, before its name was asked for
+        addresses.WEB,
+    ]
 
 
 def test_it_outlives_the_node_and_is_lost_with_its_vmm(

@@ -100,14 +100,15 @@ class Assembly:
             Step(name="slot", do=take_slot, undo=lambda: self.slots.release(spec.id)),
         ]
 
-    def unpark_steps(self, sandbox_id: str, *, network: EffectivePolicy) -> list[Step]:
+    def unpark_steps(self, spec: SandboxSpec, *, network: EffectivePolicy) -> list[Step]:
         """What a paused sandbox needs before its process; none of these needs another."""
+        sandbox_id = spec.id
 
         async def unpark() -> None:
             await self.disks.unpark(sandbox_id)
 
         async def take_slot() -> None:
-            await self.slots.take(sandbox_id, network)
+            await self.slots.take(sandbox_id, network, tap=spec.own_kernel)
 
         return [
             Step(name="disk", do=unpark, undo=lambda: self.disks.park(sandbox_id)),

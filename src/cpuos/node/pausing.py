@@ -200,13 +200,13 @@ class Pausing:
         # The incarnation stays counted: a number once given is never given to another key.
         back = paused.becomes(Stage.PAUSED, incarnation=record.incarnation)
         folder = MEMORY if restored is Restored.MEMORY else ROOT
-        begin = {folder: images.path(name) / folder}
+        begin, spec = {folder: images.path(name) / folder}, self._kit.spec_of(record)
         steps: list[Step | Together] = [
             Step(name="record", do=lambda: self._ledger.keep(record), undo=lambda: self._ledger.keep(back)),
-            Together(steps=self._kit.assembly.unpark_steps(record.id, network=record.policy)),
+            Together(steps=self._kit.assembly.unpark_steps(spec, network=record.policy)),
             Together(
                 steps=[
-                    self._kit.assembly.start_step(self._kit.spec_of(record), runtime, started=started, **begin),
+                    self._kit.assembly.start_step(spec, runtime, started=started, **begin),
                     # The guest is frozen until this too has ended.
                     Step(name="check", do=lambda: asyncio.to_thread(images.check, name, folders=[folder])),
                 ]

@@ -105,6 +105,8 @@ class Roots:
         runtime = self._kit.runtimes.find(record.request.runtime)
         if runtime is None or Capability.FILESYSTEM_CHECKPOINT not in runtime.capabilities:
             return 0.0
+        if Capability.OWN_KERNEL in runtime.capabilities:  # its layer is on a disk, and is there when it dies
+            return 0.0
         asked = record.request.root_interval_s
         return self._interval_s if asked is None else asked
 

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -89,6 +90,17 @@ class Firecracker:
             arguments=["--api-sock", f"/run/{_SOCKET}"],
         )
         return start_jailer(told)
+
+    def identity(self, machine: Machine) -> str:
+        return f"{self.name} {self.version()} kvm"
+
+    def save(
+        self, control: Path, target: int, *, memory: bool, also: Callable[[], None], limit_bytes: int, timeout_s: float
+    ) -> None:
+        raise OSError("machines of Firecracker are not saved yet")
+
+    def go_on(self, control: Path, *, timeout_s: float) -> None:
+        """None was saved."""
 
     async def boot(self, control: Path, machine: Machine) -> None:
         check_version(await _enter(control))

@@ -8,6 +8,7 @@ milliseconds, and the code that runs as root with hostile names near is this pag
 
 from __future__ import annotations
 
+import _socket
 import ctypes
 import fcntl
 import json
@@ -27,6 +28,9 @@ _DETACH = 2
 _NO_NEW_PRIVS = 38
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _PIVOT_ROOT = 155  # x86_64
+# linux/seccomp.h, linux/bpf_common.h, linux/audit.h
+_SECCOMP, _NEW_LISTENER, _TELL, _ALLOW = 317, 8, 0x7FC00000, 0x7FFF0000
+_LOAD, _IF_EQUAL, _RETURN, _X86_64, _OPENAT = 0x20, 0x15, 0x06, 0xC000003E, 257
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "random": (1, 8), "urandom": (1, 9)}
 _KVM = (10, 232)
 
@@ -40,6 +44,8 @@ def main() -> None:
         with open(f"{group}/cgroup.procs", "w") as file:
             file.write(str(os.getpid()))
     descriptors = [int(number) for number in plan["keep"]]
+    if plan["ask"] is not None:
+        descriptors.append(plan["ask"])
     for number, (path, writable) in plan["files"].items():
         flags = os.O_RDWR if writable else os.O_RDONLY
         _hand_over(os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW), int(number), descriptors)
@@ -57,6 +63,8 @@ def main() -> None:
     os.setresgid(plan["uid"], plan["uid"], plan["uid"])
     os.setresuid(plan["uid"], plan["uid"], plan["uid"])
     _call("prctl", _libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0))
+    if plan["ask"] is not None:
+        _ask_for_memory(plan["ask"])
     os.execve(plan["argv"][0], plan["argv"], plan["environment"])
 
 
@@ -109,6 +117,30 @@ def _make_device(path: str, major: int, minor: int, *, mode: int, uid: int) -> N
     os.mknod(path, mode | stat.S_IFCHR, os.makedev(major, minor))
     os.chmod(path, mode)
     os.chown(path, uid, uid)
+
+
+def _ask_for_memory(number: int) -> None:
+    """From here on an open for writing, as a VMM makes it of its guest's memory and of nothing else, is answered by
+    whoever listens at the other end of this socket. When that is done nobody listens, and it fails."""
+    words = [
+        (_LOAD, 0, 0, 4),  # the architecture
+        (_IF_EQUAL, 0, 5, _X86_64),
+        (_LOAD, 0, 0, 0),  # the call
+        (_IF_EQUAL, 0, 3, _OPENAT),
+        (_LOAD, 0, 0, 32),  # its flags
+        (_IF_EQUAL, 0, 1, os.O_RDWR),
+        (_RETURN, 0, 0, _TELL),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *word) for word in words))
+    program = struct.pack("HxxxxxxQ", len(words), ctypes.addressof(code))
+    listener = _libc.syscall(_SECCOMP, 1, _NEW_LISTENER, program)
+    if listener < 0:
+        _call("seccomp", listener)
+    ask = _socket.socket(fileno=number)
+    ask.sendmsg([b"m"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
+    ask.close()
+    os.close(listener)
 
 
 def _close_others(kept: list[int]) -> None:

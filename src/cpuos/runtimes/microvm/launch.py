@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping
@@ -14,12 +15,15 @@ from pathlib import Path
 
 from cpuos.runtimes.base import SandboxSpec
 from cpuos.runtimes.microvm import jail
+from cpuos.runtimes.microvm.memory import answer_open
 
 __all__ = ["CONTROL", "Launch", "drive_numbers", "guest_arguments", "launch", "user_for"]
 
 CONTROL = "control"
 _FIRST = 100
 """Numbers of descriptors that are handed over; none below is in use in a program that was just started."""
+_ASK = 99
+_OPEN_S = 30.0
 # Above what is given to people, services, containers and their users (systemd.io/UIDS-GIDS), below the sign bit.
 _FIRST_USER, _USERS = 0x7000_0000, 0x0F00_0000
 _LIMITS = {"CORE": 0, "NOFILE": 4096, "MEMLOCK": 0}
@@ -43,6 +47,8 @@ class Launch:
     """Number, network namespace, name of the device."""
     control: int | None = None
     kvm: bool = False
+    memory: int | None = None
+    """An open file, which it gets for the one path that it opens for writing."""
 
 
 def drive_numbers(count: int) -> range:
@@ -76,20 +82,33 @@ def launch(plan: Launch, *, control: socket.socket | None = None) -> tuple[int, 
     if control is not None and plan.control is not None:
         actions.append((os.POSIX_SPAWN_DUP2, control.fileno(), plan.control))
     argv = [sys.executable, "-I", "-S", jail.__file__]
+    asked, ask = socket.socketpair() if plan.memory is not None else (None, None)
+    if ask is not None:
+        actions.append((os.POSIX_SPAWN_DUP2, ask.fileno(), _ASK))
     try:
         pid = os.posix_spawn(argv[0], argv, _ENVIRONMENT, file_actions=actions, setsid=True)
     except BaseException:
         for descriptor in (read, stdin_write):
             os.close(descriptor)
+        if asked is not None:
+            asked.close()
         raise
     finally:
         os.close(write)
         os.close(stdin_read)
+        if ask is not None:
+            ask.close()
     try:
         with os.fdopen(stdin_write, "wb") as stdin:
             stdin.write(json.dumps(_to_json(plan)).encode())
     except BrokenPipeError:
         pass  # it ended; what it said tells why
+    if asked is not None and plan.memory is not None:
+        with asked:
+            try:
+                answer_open(asked, plan.memory, limit_s=_OPEN_S)
+            except OSError:  # it does not come up, and what it says tells why
+                os.kill(pid, signal.SIGKILL)
     return pid, read
 
 
@@ -104,6 +123,7 @@ def _to_json(plan: Launch) -> dict[str, object]:
         "files": {number: [str(path), writable] for number, (path, writable) in plan.files.items()},
         "tap": None if plan.tap is None else [plan.tap[0], str(plan.tap[1]), plan.tap[2]],
         "keep": [] if plan.control is None else [plan.control],
+        "ask": None if plan.memory is None else _ASK,
         "limits": _LIMITS,
         "kvm": plan.kvm,
     }

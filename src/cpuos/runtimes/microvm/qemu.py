@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import socket
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cpuos.runtimes.microvm.launch import Launch, launch
-from cpuos.runtimes.microvm.vmm import Drive, Machine
+from cpuos.runtimes.microvm.qmp import go_on, load_state, save_state, standing_still
+from cpuos.runtimes.microvm.vmm import Drive, Machine, Memory
 
 __all__ = ["Qemu", "ask"]
 
@@ -20,6 +23,7 @@ _TRANSLATED_MIB = 128
 """TCG's buffer for translated code."""
 _OVERHEAD_MIB = 192
 _MAX_ANSWER = 1 << 20
+_LOAD_S = 40.0
 
 
 class Qemu:
@@ -45,9 +49,10 @@ class Qemu:
         accelerator = "kvm" if self.kvm else f"tcg,tb-size={_TRANSLATED_MIB}"
         words = [
             *(str(self.program), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
-            *("-machine", f"microvm,isa-serial={console},x-option-roms=off,pit=off,pic=off,rtc=on"),
+            *("-machine", f"microvm,isa-serial={console},x-option-roms=off,pit=off,pic=off,rtc=on{_backend(machine)}"),
             *("-accel", accelerator, "-cpu", "host" if self.kvm else "max"),
             *("-smp", str(machine.cpu), "-m", str(machine.memory_mib)),
+            *_memory(machine),
             *("-kernel", machine.kernel, "-initrd", machine.initrd),
             *("-append", f"{_kernel_arguments(machine, kvm=self.kvm)} {machine.arguments}"),
             *(word for drive in machine.drives for word in _drive(drive)),
@@ -59,6 +64,8 @@ class Qemu:
         if machine.control is not None:
             words += ["-chardev", f"socket,id=control,fd={machine.control},server=on,wait=off"]
             words += ["-mon", "chardev=control,mode=control"]
+        if machine.saved is not None:
+            words += ["-incoming", "defer"]
         words += ["-serial", "stdio" if machine.tells_console else "none", "-monitor", "none"]
         return [*words, "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]
 
@@ -70,7 +77,29 @@ class Qemu:
             return launch(plan, control=listening)
 
     async def boot(self, control: Path, machine: Machine) -> None:
-        """It has all of it from its command line."""
+        """It has all of it from its command line, but for what was saved."""
+        if machine.saved is not None:
+            await asyncio.to_thread(
+                load_state, control, machine.saved, memory=machine.memory is Memory.SHARED, timeout_s=_LOAD_S
+            )
+
+    def identity(self, machine: Machine) -> str:
+        # What the kernel was told, and how its memory is held, is no part of what the guest's devices are.
+        plain = replace(machine, arguments="", memory=Memory.SHARED, saved=None)
+        words = self.command(plain)
+        words[words.index("-append") + 1] = ""
+        digest = hashlib.sha256("\0".join(words).encode()).hexdigest()
+        return f"{self.name} {self.version()} {'kvm' if self.kvm else 'tcg'} {digest[:12]}"
+
+    def save(
+        self, control: Path, target: int, *, memory: bool, also: Callable[[], None], limit_bytes: int, timeout_s: float
+    ) -> None:
+        with standing_still(control, timeout_s=timeout_s) as qmp:
+            save_state(qmp, target, memory=memory, limit_bytes=limit_bytes)
+            also()
+
+    def go_on(self, control: Path, *, timeout_s: float) -> None:
+        go_on(control, timeout_s=timeout_s)
 
     async def ask_state(self, control: Path, *, timeout_s: float) -> str:
         return str((await ask(control, "query-status", timeout_s=timeout_s))["status"])
@@ -86,6 +115,18 @@ def _listen(path: Path) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def _backend(machine: Machine) -> str:
+    return "" if machine.memory is Memory.OWN else ",memory-backend=ram"
+
+
+def _memory(machine: Machine) -> list[str]:
+    """Whatever the path is, its open is answered from outside of the jail."""
+    if machine.memory is Memory.OWN:
+        return []
+    share = "on" if machine.memory is Memory.SHARED else "off"
+    return ["-object", f"memory-backend-file,id=ram,mem-path=/ram,size={machine.memory_mib}M,share={share}"]
 
 
 def _drive(drive: Drive) -> list[str]:
