@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shlex
 import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from cpuos.errors import CpuosError
+from cpuos.key_file import key_file, key_file_below
 
 __all__ = ["as_root", "hint_of", "runnable"]
 
@@ -53,10 +57,27 @@ def hint_of(error: CpuosError) -> str:
 
 
 def _way_to_a_key() -> str:
-    """`up` writes one for the user behind sudo; without sudo nobody is told apart, so root makes one by name."""
-    if os.geteuid() == 0 or shutil.which("sudo"):
+    """`up` writes one where this user's client looks. Where it cannot know that place, or is not the server that is
+    asked, root makes one by name."""
+    if url := os.environ.get("CPUOS_API_URL"):
+        host = urlsplit(url).hostname or ""
+        make = as_root("cpuos key create my-key")
+        return f"export CPUOS_API_KEY=$({make if _is_local(host) else f'ssh {shlex.quote(host)} {shlex.quote(make)}'})"
+    if os.geteuid() == 0 or (shutil.which("sudo") and _is_at_home()):
         return as_root("cpuos up")
     return f"export CPUOS_API_KEY=$({as_root('cpuos key create my-key')})"
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _is_at_home() -> bool:
+    """Whether sudo tells root's program where this user's client looks."""
+    try:
+        return key_file() == key_file_below(Path(pwd.getpwuid(os.geteuid()).pw_dir))
+    except KeyError:
+        return False
 
 
 def _what_fits(error: CpuosError) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from cpuos.errors import AuthenticationError, InvalidRequest
+from cpuos.key_file import key_file, key_file_below
 
 __all__ = ["DEFAULT_API_URL", "Config", "load_config"]
 
 DEFAULT_API_URL = "http://127.0.0.1:7070"
-CREDENTIALS_PATH = ".config/cpuos/credentials.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ def load_config(
 ) -> Config:
     """Find server and key. A key found in the file is sent only to the server that the file names."""
     environ = os.environ if environ is None else environ
-    path = (home or _home(environ)) / CREDENTIALS_PATH
+    path = key_file_below(home) if home else _where(environ)
     stored_url, stored_key = _read_credentials(path)
     url = _checked(api_url or environ.get("CPUOS_API_URL") or stored_url or DEFAULT_API_URL)
     key = api_key or environ.get("CPUOS_API_KEY")
@@ -44,7 +43,7 @@ def load_config(
     if not key:
         raise AuthenticationError(
             f"cannot find an API key for {url}",
-            f"CPUOS_API_KEY is not set and {path} has no key for this server",
+            f"CPUOS_API_KEY is not set and {path} {_why_none(path)}",
             code="key_missing",
             hint="cpuos up",
         )
@@ -54,15 +53,21 @@ def load_config(
     return Config(api_url=url, api_key=key)
 
 
-def _home(environ: Mapping[str, str]) -> Path:
-    """`sudo cpuos up` writes the key for the user behind sudo; `sudo cpuos ls` finds it there too."""
-    home, user = Path.home(), environ.get("SUDO_UID", "")
-    if os.geteuid() != 0 or not user.isdigit() or (home / CREDENTIALS_PATH).exists():
-        return home
+def _where(environ: Mapping[str, str]) -> Path:
+    """Where `cpuos up` writes it. What root does for a user who has none there finds root's own."""
+    place = key_file(environ)
+    own = key_file({name: value for name, value in environ.items() if name != "SUDO_UID"})
+    return own if os.path.exists(own) and not os.path.exists(place) else place
+
+
+def _why_none(path: Path) -> str:
     try:
-        return Path(pwd.getpwuid(int(user)).pw_dir)
-    except KeyError:
-        return home
+        path.open().close()
+    except PermissionError:
+        return "is not yours to read"
+    except OSError:
+        pass
+    return "has no key for this server"
 
 
 def _read_credentials(path: Path) -> tuple[str | None, str | None]:

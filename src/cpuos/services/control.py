@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cpuos.errors import SetupRequired, Unavailable
-from cpuos.services.credentials import calling_user, credentials_path, hand_over_key, read_credentials
+from cpuos.key_file import calling_user
+from cpuos.services.credentials import credentials_path, hand_over_key, read_credentials
 from cpuos.services.directories import make_directories
 from cpuos.services.groups import kill_sandbox_processes, running_sandboxes
 from cpuos.services.health import ask, part_answers
@@ -94,7 +95,8 @@ def up(
                 _stop(record)
             _start(settings, python)
             started = True
-        progress.line("waiting for node, server and gateway")
+        if started:
+            progress.line("waiting for node, server and gateway")
         try:
             _wait_until_ready(settings, ready_s=ready_s)
         except Unavailable:
@@ -103,7 +105,7 @@ def up(
             raise
         api_url, gateway_url = _publish_endpoints(settings)
         user = calling_user() if uid is None else uid
-        path = hand_over_key(settings, python=python, api_url=api_url, uid=user)
+        path = hand_over_key(settings, python=python, api_url=api_url, uid=user, tell=progress.line)
     return Instance(api_url=api_url, gateway_url=gateway_url, credentials=path, started=started)
 
 

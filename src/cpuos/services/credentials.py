@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import pwd
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cpuos.errors import SetupRequired
+from cpuos.key_file import calling_user, key_file
 from cpuos.services.health import ask
 from cpuos.settings import DEFAULT_RUN_DIR, Settings
 
-__all__ = ["calling_user", "credentials_path", "hand_over_key", "make_key", "read_credentials", "write_credentials"]
+__all__ = [
+    "credentials_path",
+    "forget_keys",
+    "hand_over_key",
+    "keys_handed_over",
+    "make_key",
+    "read_credentials",
+    "write_credentials",
+]
 
-
-def calling_user() -> int:
-    """The user behind sudo, else this one."""
-    sudo = os.environ.get("SUDO_UID", "")
-    return int(sudo) if sudo.isdigit() else os.getuid()
+_KEPT = "credentials.kept.json"
+"""Beside the file: what it held before, where that was another installation's."""
 
 
 def credentials_path(settings: Settings, *, uid: int) -> Path:
-    """`~/.config/cpuos/credentials.json` for this machine's instance, a file in the run directory for any other."""
-    if settings.run_dir != DEFAULT_RUN_DIR:
-        return settings.run_dir / "credentials.json"
-    return Path(pwd.getpwuid(uid).pw_dir) / ".config" / "cpuos" / "credentials.json"
+    """Where that user's client looks: see `key_file`."""
+    environ = os.environ if uid == calling_user() else {"HOME": pwd.getpwuid(uid).pw_dir}
+    return key_file(environ, run_dir=settings.run_dir)
 
 
-def hand_over_key(settings: Settings, *, python: Path, api_url: str, uid: int) -> Path:
+def hand_over_key(
+    settings: Settings, *, python: Path, api_url: str, uid: int, tell: Callable[[str], None] = lambda text: None
+) -> Path:
     """See that the credentials file holds a key that works; returns its path."""
     path = credentials_path(settings, uid=uid)
     stored = read_credentials(path)
@@ -37,11 +48,61 @@ def hand_over_key(settings: Settings, *, python: Path, api_url: str, uid: int) -
         key = str(json.loads(settings.first_key_file.read_text())["api_key"])
     elif not key or stored.get("api_url") != api_url or ask(api_url, "/v1/sandboxes", key=key)[0] != 200:
         key = make_key(settings, python=python, name=pwd.getpwuid(uid).pw_name)
-    if stored != (wanted := {"api_url": api_url, "api_key": key}):
+    wanted = {"api_url": api_url, "api_key": key}
+    handed_over = keys_handed_over(settings)
+    _note_key(settings, path, key)
+    if any(stored.get(name) != value for name, value in wanted.items()):
         owner = uid if settings.run_dir == DEFAULT_RUN_DIR else 0
-        write_credentials(path, wanted, uid=owner)
+        if stored.get("api_key") and handed_over.get(str(path)) != _digest(stored["api_key"]):
+            kept = path.with_name(_KEPT)
+            if not kept.exists():
+                write_credentials(kept, stored, uid=owner)
+            tell(f"kept the key of {stored.get('api_url')}, which another installation gave: {kept}")
+        write_credentials(path, {**stored, **wanted}, uid=owner)
     settings.first_key_file.unlink(missing_ok=True)
     return path
+
+
+def keys_handed_over(settings: Settings) -> dict[str, str]:
+    """The files that this installation wrote a key to, each with the key's hash."""
+    return read_credentials(settings.keys_handed_over)
+
+
+def _note_key(settings: Settings, path: Path, key: str) -> None:
+    noted = {**keys_handed_over(settings), str(path): _digest(key)}
+    if noted != keys_handed_over(settings):
+        _write_private(settings.keys_handed_over, noted)
+
+
+def forget_keys(settings: Settings) -> list[str]:
+    """Take this installation's keys out of the files that it wrote them to. What else a file or folder holds stays, and
+    what was kept for another installation comes back."""
+    removed = []
+    for name, digest in keys_handed_over(settings).items():
+        path = Path(name)
+        stored = read_credentials(path)
+        if _digest(stored.get("api_key", "")) != digest:
+            continue
+        _as_user(path.lstat().st_uid, partial(_forget, path, stored), what=f"remove {path}")
+        removed.append(name)
+    return removed
+
+
+def _forget(path: Path, stored: dict[str, str]) -> None:
+    rest = {name: value for name, value in stored.items() if name not in ("api_url", "api_key")}
+    kept = path.with_name(_KEPT)
+    if kept.exists():
+        kept.replace(path)
+    elif rest:
+        _write_private(path, rest)
+    else:
+        path.unlink()
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_credentials(path: Path) -> dict[str, str]:
@@ -54,9 +115,14 @@ def read_credentials(path: Path) -> dict[str, str]:
 
 
 def write_credentials(path: Path, credentials: dict[str, str], *, uid: int) -> None:
-    """Write it as that user (0600, folder 0700): root follows no link that a user planted in their own folders."""
+    """Write it as that user (0600, folder 0700)."""
+    _as_user(uid, lambda: _write_private(path, credentials), what=f"write {path}")
+
+
+def _as_user(uid: int, work: Callable[[], None], *, what: str) -> None:
+    """As that user root follows no link that a user planted in their own folders."""
     if os.geteuid() == uid:
-        _write_private(path, credentials)
+        work()
         return
     user = pwd.getpwuid(uid)
     child = os.fork()
@@ -66,13 +132,13 @@ def write_credentials(path: Path, credentials: dict[str, str], *, uid: int) -> N
             os.initgroups(user.pw_name, user.pw_gid)
             os.setgid(user.pw_gid)
             os.setuid(uid)
-            _write_private(path, credentials)
+            work()
             status = 0
         finally:
             os._exit(status)
     _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status) != 0:
-        raise SetupRequired(f"cannot write {path}", f"{user.pw_name} may not", hint=f"ls -ld {path.parent}")
+        raise SetupRequired(f"cannot {what}", f"{user.pw_name} may not", hint=f"ls -ld {what.split()[-1]}")
 
 
 def _write_private(path: Path, credentials: dict[str, str]) -> None:

@@ -8,10 +8,11 @@ import subprocess
 from pathlib import Path
 
 from cpuos.errors import Conflict, SetupRequired
+from cpuos.key_file import calling_user
 from cpuos.services.control import down
-from cpuos.services.credentials import calling_user, credentials_path, read_credentials
+from cpuos.services.credentials import forget_keys
 from cpuos.services.groups import remove_groups
-from cpuos.settings import DEFAULT_RUN_DIR, Settings, load_settings, read_endpoint
+from cpuos.settings import DEFAULT_RUN_DIR, Settings, load_settings
 from cpuos.setup.host import Host
 from cpuos.setup.source import LINK, command_lines
 from cpuos.setup.trees import is_below, mount_points, remove_tree
@@ -26,7 +27,6 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
     if os.geteuid() != 0:
         raise SetupRequired("cannot uninstall cpuOS: not root", "", code="needs_root", hint="sudo cpuos uninstall")
     user = calling_user() if uid is None else uid
-    api_url = read_endpoint(settings.server_endpoint)
     down(settings, uid=user)
     # Artifacts are shared: they go with the instance whose state lies among them.
     owns_data = settings.state_dir.is_relative_to(settings.data_dir)
@@ -40,7 +40,7 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
     folders = [settings.run_dir]
     if purge:
         folders += [settings.state_dir, *([settings.data_dir] if owns_data else [])]
-        removed += _remove_credentials(settings, uid=user, api_url=api_url)
+        removed += forget_keys(settings)
     if settings.run_dir == DEFAULT_RUN_DIR and LINK.is_symlink():
         LINK.unlink()
         removed.append(str(LINK))
@@ -79,18 +79,6 @@ def _remove_mounts(settings: Settings) -> list[str]:
                 subprocess.run(["losetup", "--detach", device], capture_output=True)
                 removed.append(f"loop device {device}")
     return removed
-
-
-def _remove_credentials(settings: Settings, *, uid: int, api_url: str | None) -> list[str]:
-    path = credentials_path(settings, uid=uid)
-    stored = read_credentials(path)
-    default = f"http://{settings.api_host}:{settings.api_port}"
-    if not stored or stored.get("api_url") not in (api_url, default):
-        return []
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        path.parent.rmdir()
-    return [str(path)]
 
 
 def _daemons_of(settings: Settings) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpuos.key_file import key_file
 from cpuos.settings import RUNSC_VERSION, Settings, load_settings
 from cpuos.setup.agent import agent_is_current
 from cpuos.setup.checks import SETUP, Check, CheckState, missing, ok, warn
@@ -67,7 +68,9 @@ def _next_step(checks: list[Check]) -> str:
         return f"{len(lacking)} missing; first: {lacking[0].fix}"
     warnings = [check for check in checks if check.state is CheckState.WARNING]
     if warnings:
-        return f"nothing is missing that was looked at; {len(warnings)} to look at; first: {warnings[0].fix}"
+        return (
+            f"nothing is missing; {len(warnings)} warning{'' if len(warnings) == 1 else 's'}; first: {warnings[0].fix}"
+        )
     return "everything is in place"
 
 
@@ -289,8 +292,25 @@ def _look_at_services(settings: Settings) -> Iterator[Check]:
         else:
             fix = "sudo cpuos up" if part.state == "stopped" else f"tail -n 50 {part.log}"
             yield warn(part.name, evidence, fix=fix)
+    yield _look_at_key(settings, api_url=found.api_url)
     if os.geteuid() == 0 and any(part.name == "node" and part.state == "ready" for part in found.parts):
         yield _look_at_pool(settings)
+
+
+def _look_at_key(settings: Settings, *, api_url: str | None) -> Check:
+    """Whether this user's client finds a key, and whether it works where the server can be asked."""
+    from cpuos.services.credentials import read_credentials
+    from cpuos.services.health import ask
+
+    path, given = key_file(run_dir=settings.run_dir), os.environ.get("CPUOS_API_KEY", "")
+    place = "CPUOS_API_KEY" if given else str(path)
+    key = given or read_credentials(path).get("api_key", "")
+    fix = "unset CPUOS_API_KEY" if given else "sudo cpuos up"
+    if not key:
+        return warn("key", f"this user has none: not in CPUOS_API_KEY, nor in {path}", fix=fix)
+    if api_url is not None and ask(api_url, "/v1/sandboxes", key=key)[0] == 401:
+        return warn("key", f"the server does not know the one in {place}", fix=fix)
+    return ok("key", f"in {place}")
 
 
 def _look_at_pool(settings: Settings) -> Check:

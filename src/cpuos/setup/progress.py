@@ -75,7 +75,7 @@ class PlainProgress:
         self._write(f"done in {duration_text(time.monotonic() - started)}")
 
     def line(self, text: str) -> None:
-        if text.startswith(("waiting", "next try")):
+        if text.startswith(("waiting", "next try", "kept")):
             self._write(text)
 
     def _write(self, line: str) -> None:

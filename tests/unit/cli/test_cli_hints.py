@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 
 import pytest
@@ -15,7 +16,11 @@ from cpuos.errors import AuthenticationError, CapacityExceeded, InvalidRequest, 
 def user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(os, "geteuid", lambda: 0 if request.param == "root" else 1000)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/sudo" if request.param == "with sudo" else None)
-    monkeypatch.delenv("CPUOS_API_KEY", raising=False)
+    entry = pwd.struct_passwd(("someone", "x", 1000, 1000, "", "/home/someone", "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: entry)
+    monkeypatch.setenv("HOME", "/home/someone")
+    for name in ("CPUOS_API_KEY", "CPUOS_API_URL", "SUDO_UID"):
+        monkeypatch.delenv(name, raising=False)
     return request.param
 
 
@@ -68,6 +73,18 @@ def test_a_missing_key(user: str) -> None:
         "without sudo": "export CPUOS_API_KEY=$(su -c 'cpuos key create my-key')",
     }[user]
     assert hint_of(AuthenticationError("no key", "", code="key_missing", hint="cpuos up")) == wanted
+
+
+def test_no_way_to_a_key_goes_in_a_circle(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `up` would write it somewhere else than this client looks, the way is another."""
+    missing = AuthenticationError("no key", "", code="key_missing", hint="cpuos up")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    by_name = f"export CPUOS_API_KEY=$({expected(user, 'cpuos key create my-key')})"
+    assert hint_of(missing) == ("cpuos up" if user == "root" else by_name)
+    monkeypatch.setenv("CPUOS_API_URL", "http://127.0.0.1:7080")
+    assert hint_of(missing) == by_name
+    monkeypatch.setenv("CPUOS_API_URL", "https://cpuos.example.com")
+    assert hint_of(missing).startswith("export CPUOS_API_KEY=$(ssh cpuos.example.com ")
 
 
 def test_a_wrong_key_from_the_environment(user: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_the_text_ends_with_the_next_step() -> None:
         "1 missing; first: do this",
     ]
     poor = Check(name="b", state=CheckState.WARNING, evidence="not root", fix="look as root")
-    assert doctor_lines([good, poor])[-1] == "nothing is missing that was looked at; 1 to look at; first: look as root"
+    assert doctor_lines([good, poor])[-1] == "nothing is missing; 1 warning; first: look as root"
 
 
 def test_steps_have_names_and_costs() -> None:
