@@ -29,7 +29,8 @@ from firecracker_host import Host, find_requests
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
-ID, INSTANCE = "f" * 20, "7e57fc"
+# Of this process: several may test at a time.
+ID, INSTANCE = f"{os.getpid():020d}", f"{os.getpid():06x}"
 RATES = {"disk_mib_per_s": 200, "network_mib_per_s": 100, "network_packets_per_s": 5000}
 BOOT = [
     "GET /version",
