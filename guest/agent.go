@@ -138,7 +138,11 @@ type identity struct {
 }
 
 func (a *agent) setIdentity(r *request) any {
-	var body struct{ Statement, Signature []byte }
+	var body struct {
+		Statement, Signature []byte
+		Expected             receipt // what there was when it froze, as the host has it
+		Incomplete           bool    // go on without what is missing
+	}
 	r.readJSON(&body)
 	var claim identity
 	signed := slices.Concat([]byte("cpuos-identity-v1\n"), body.Statement)
@@ -151,16 +155,24 @@ func (a *agent) setIdentity(r *request) any {
 		check(fail(401, "identity_refused", "the statement is not one of this sandbox's node, or not a newer one"))
 	}
 	go a.prepare() // the host waits for this answer, and takes a moment until its next call
-	if claim.repeats(before) {
-		return a.hello(r)
+	if !claim.repeats(before) {
+		missing := []string{}
+		if frozen != "" {
+			missing = a.missing(body.Expected, r.LocalAddr().String())
+		}
+		if len(missing) > 0 && !body.Incomplete {
+			check(&apiError{409, "restore_incomplete", "not all of it came back", 0, missing})
+		}
+		a.become(claim, r.TCPConn)
+		if frozen != "" {
+			a.freezer.thawed = a.goOnAs(claim, claim.Sandbox != before.Sandbox)
+			a.freezer.thawed["missing"] = missing
+		}
 	}
-	a.become(claim, r.TCPConn)
-	if frozen == "" {
-		return a.hello(r)
-	}
-	thawed := a.goOnAs(claim, claim.Sandbox != before.Sandbox)
 	answer := a.hello(r).(map[string]any)
-	answer["thawed"] = thawed
+	if a.freezer.thawed != nil {
+		answer["thawed"] = a.freezer.thawed
+	}
 	return answer
 }
 

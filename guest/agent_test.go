@@ -42,6 +42,9 @@ type testAgent struct {
 	folder  string // the user's, writable
 	key     []byte
 	process *exec.Cmd
+
+	expected   with // what its identities say that there was at a freeze
+	incomplete bool
 }
 
 const testPasswd = "root:x:0:0:root:/root:/bin/bash\nuser:x:12345:12345:User:/tmp:/bin/bash\napp:x:12346:12346::/:/bin/sh\nbroken line\n"
@@ -108,7 +111,9 @@ func (a *testAgent) identify(generation int64, key []byte, change func(claim map
 	}
 	statement, _ := json.Marshal(claim)
 	signature := ed25519.Sign(nodeKey, append([]byte("cpuos-identity-v1\n"), statement...))
-	body, _ := json.Marshal(map[string]any{"statement": statement, "signature": signature})
+	body, _ := json.Marshal(map[string]any{
+		"statement": statement, "signature": signature, "expected": a.expected, "incomplete": a.incomplete,
+	})
 	return a.call("POST", "/v1/identity", body)
 }
 

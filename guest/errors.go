@@ -14,12 +14,13 @@ type apiError struct {
 	Code    string        `json:"code"`
 	Message string        `json:"message"`
 	Errno   syscall.Errno `json:"errno"`
+	Missing []string      `json:"missing,omitempty"` // of restore_incomplete
 }
 
 func (e *apiError) Error() string { return e.Message }
 
 func fail(status int, code, format string, arguments ...any) *apiError {
-	return &apiError{status, code, fmt.Sprintf(format, arguments...), 0}
+	return &apiError{status, code, fmt.Sprintf(format, arguments...), 0, nil}
 }
 
 func invalid(format string, arguments ...any) *apiError {

@@ -3,6 +3,7 @@ package main
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"fmt"
 	"net"
 	"net/netip"
 	"os"
@@ -25,6 +26,8 @@ const (
 	keysTime      = time.Minute
 	manyProcesses = 200
 	maxListeners  = 1000
+	maxPrograms   = 1000 // that a freeze names
+	maxMissing    = 100
 	reseedFolder  = "/cpuos/reseed.d" // below /etc
 
 	addEntropyCall, reseedCall = 0x40085203, 0x5207 // RNDADDENTROPY, RNDRESEEDCRNG
@@ -40,10 +43,50 @@ var (
 type freezer struct {
 	mu      sync.Mutex   // held while the sandbox freezes, goes on or is told who it is; guards the rest
 	stopped map[int]bool // processes that something else had stopped before: they stay so; nil while none is stopped by us
-	told    map[string]any
+	told    receipt
+	thawed  map[string]any // what the last thaw by an identity did
 
 	continued map[int]bool // by the last thaw, which is not long ago until then: they may still look stopped
 	until     time.Time
+}
+
+// receipt is what a freeze told of the sandbox. It is held against what is there before it goes on.
+type receipt struct {
+	Processes int        `json:"processes"`
+	Programs  []program  `json:"programs"`
+	Listeners []listener `json:"listeners"`
+	Commands  []string   `json:"commands"`
+}
+
+type program struct {
+	Pid  int    `json:"pid"`
+	Name string `json:"name"`
+}
+
+type listener struct {
+	Port    uint64 `json:"port"`
+	Address string `json:"address"`
+}
+
+// missing names what is not there any more, and not all of very much.
+func (a *agent) missing(told receipt, own string) []string {
+	gone, buffer, present := []string{}, make([]byte, 4096), listeners(own)
+	for _, was := range told.Programs {
+		if p, alive := readProcess(was.Pid, buffer); !alive || p.state == 'Z' || p.name != was.Name {
+			gone = append(gone, fmt.Sprintf("process %d (%s)", was.Pid, was.Name))
+		}
+	}
+	for _, id := range told.Commands {
+		if !slices.ContainsFunc(a.allCommands(), func(c *command) bool { return c.id == id && !c.hasEnded() }) {
+			gone = append(gone, "command "+id)
+		}
+	}
+	for _, was := range told.Listeners {
+		if !slices.Contains(present, was) {
+			gone = append(gone, fmt.Sprintf("listener on %s:%d", was.Address, was.Port))
+		}
+	}
+	return gone[:min(len(gone), maxMissing)]
 }
 
 func (a *agent) freezeUnder() string {
@@ -69,6 +112,7 @@ func (a *agent) freeze(r *request) any {
 	// Signals to all go to no more than the sandbox's own.
 	self, _ := os.Readlink("/proc/self")
 	demand(self == "1", fail(409, "freeze_failed", "the agent is not the first process here"))
+	a.freezer.thawed = nil
 	err := attempt(func() {
 		end := now().Add(freezeTime)
 		a.endCalls(nonce, r.TCPConn, end)
@@ -80,9 +124,9 @@ func (a *agent) freeze(r *request) any {
 			}
 			c.mu.Unlock()
 		}
-		count := a.stopAll(end)
+		programs := a.stopAll(end)
 		holdDisks()
-		a.freezer.told = map[string]any{"processes": count, "listeners": listeners(r.LocalAddr().String()), "commands": running}
+		a.freezer.told = receipt{len(programs), programs[:min(len(programs), maxPrograms)], listeners(r.LocalAddr().String()), running}
 	})
 	if err != nil {
 		a.goOn()
@@ -111,12 +155,11 @@ func (a *agent) endCalls(nonce string, from *net.TCPConn, end time.Time) {
 	}
 }
 
-// stopAll stops all processes, and counts them. A parent stands still before its children are stopped: else it would be
+// stopAll stops all processes, and lists them. A parent stands still before its children are stopped: else it would be
 // told of that, as a shell tells its user.
-func (a *agent) stopAll(end time.Time) (count int) {
+func (a *agent) stopAll(end time.Time) []program {
 	for round := 0; ; round++ {
-		running, waits := 0, map[int]bool{}
-		count = 0
+		running, waits, programs := 0, map[int]bool{}, []program{}
 		all := byDepth()
 		if round == 0 {
 			a.freezer.stopped = map[int]bool{}
@@ -125,7 +168,7 @@ func (a *agent) stopAll(end time.Time) (count int) {
 			parents := []process{}
 			for _, p := range level {
 				if p.halted() {
-					count++
+					programs = append(programs, program{p.pid, p.name})
 					foreign := round == 0 && !(a.freezer.continued[p.pid] && now().Before(a.freezer.until))
 					a.freezer.stopped[p.pid] = a.freezer.stopped[p.pid] || foreign
 					continue
@@ -142,7 +185,7 @@ func (a *agent) stopAll(end time.Time) (count int) {
 			awaitHalt(parents)
 		}
 		if running == 0 && round > 0 {
-			return count
+			return programs
 		}
 		demand(now().Before(end), fail(409, "freeze_failed", "processes still run after %s", freezeTime))
 		if round > 0 { // no fork slips through it
@@ -335,8 +378,8 @@ func (a *agent) reseed(program, sandbox string, end time.Time, arguments ...stri
 }
 
 // listeners are the ports on which something waits for connections, but for the agent's own.
-func listeners(own string) []any {
-	found := []any{}
+func listeners(own string) []listener {
+	found := []listener{}
 	for _, name := range []string{"tcp", "tcp6"} {
 		text, _ := os.ReadFile("/proc/net/" + name)
 		for line := range strings.Lines(string(text)) {
@@ -352,7 +395,7 @@ func listeners(own string) []any {
 			address, ok := netip.AddrFromSlice(bytes)
 			port, err := strconv.ParseUint(digits, 16, 16)
 			if at := netip.AddrPortFrom(address, uint16(port)); ok && err == nil && at.String() != own {
-				found = append(found, map[string]any{"port": port, "address": address.String()})
+				found = append(found, listener{port, address.String()})
 			}
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"strconv"
 	"strings"
 	"testing"
@@ -34,6 +35,7 @@ type thawedFacts struct {
 	Thawed                  struct {
 		Continued        int
 		Reseeded, Failed []string
+		Missing          []string
 	}
 }
 
@@ -191,6 +193,53 @@ func TestOnlyTheRightStatementThaws(t *testing.T) {
 		t.Fatal("a replayed thaw works")
 	}
 	a.thawAs(200, nonce2, with{"incarnation": 2})
+}
+
+func TestGoesOnWholeUnlessAskedOtherwise(t *testing.T) {
+	a := startAgent(t)
+	a.stream(a.tick("one"), nil)
+	id, _ := a.stream("exec sleep 4321.25", nil)
+	one := a.counting("one")
+	eventually(t, "both run", func() bool { return one() && a.processes("[s]leep 4321.25") == "1" })
+	server, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	defer server.Close()
+	var told with
+	must(t, json.Unmarshal(a.want(200, "", "POST", "/v1/freeze", with{"freeze": nonce}), &told))
+	a.expected = told
+	must(t, exec.Command("pkill", "-KILL", "-f", "^sleep 4321.25").Run())
+	server.Close()
+	var refused struct {
+		Code    string
+		Missing []string
+	}
+	eventually(t, "what is gone is told", func() bool {
+		status, body := a.identify(1, bytes.Repeat([]byte{9}, 32), func(claim map[string]any) {
+			claim["incarnation"], claim["thaw"], claim["from"] = 1, nonce, "sbx"
+		})
+		must(t, json.Unmarshal(body, &refused))
+		return status == 409 && refused.Code == "restore_incomplete" && len(refused.Missing) == 3
+	})
+	text := strings.Join(refused.Missing, ", ")
+	if !strings.Contains(text, "(sleep), command "+id+", listener on "+server.Addr().String()) {
+		t.Error(text)
+	}
+	if one() {
+		t.Error("it goes on though not all came back")
+	}
+	a.incomplete = true
+	if facts := a.thawAs(200, nonce, nil); strings.Join(facts.Thawed.Missing, ", ") != text {
+		t.Errorf("%+v", facts.Thawed)
+	}
+	eventually(t, "what is there goes on", one)
+	if again := a.thawAs(200, nonce, nil); strings.Join(again.Thawed.Missing, ", ") != text {
+		t.Errorf("a repeat tells something else: %+v", again.Thawed)
+	}
+	a.incomplete = false
+	must(t, json.Unmarshal(a.want(200, "", "POST", "/v1/freeze", with{"freeze": nonce2}), &a.expected))
+	if facts := a.thawAs(200, nonce2, with{"incarnation": 2}); len(facts.Thawed.Missing) != 0 {
+		t.Errorf("%+v", facts.Thawed)
+	}
 }
 
 func TestStoppedBeforeStaysStopped(t *testing.T) {

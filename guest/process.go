@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -57,6 +58,7 @@ type process struct {
 	pid, parent, group, session int
 	state                       byte
 	hasChildren                 bool // told by byDepth
+	name                        string
 }
 
 // signalTree signals the processes of a command: descendants of its program, all in its session, and all whose environment
@@ -159,8 +161,9 @@ func listProcesses() (all []process) {
 
 func readProcess(pid int, buffer []byte) (p process, alive bool) {
 	stat := readProc(pid, "stat", buffer)
-	stat = stat[bytes.LastIndexByte(stat, ')')+1:] // the name of the program stands in brackets and may hold anything
-	p.pid = pid
+	end := bytes.LastIndexByte(stat, ')') // the name of the program stands in brackets and may hold anything
+	p.pid, p.name = pid, strings.ToValidUTF8(string(stat[bytes.IndexByte(stat, '(')+1:max(end, 0)]), "\ufffd")
+	stat = stat[end+1:]
 	n, _ := fmt.Sscanf(string(stat), " %c %d %d %d", &p.state, &p.parent, &p.group, &p.session)
 	return p, n == 4
 }

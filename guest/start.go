@@ -205,7 +205,7 @@ func startError(program string, err error) error {
 	if !ok {
 		return err
 	}
-	e := apiError{403, "program_not_executable", fmt.Sprintf("cannot start %s: %v", program, err), number}
+	e := apiError{403, "program_not_executable", fmt.Sprintf("cannot start %s: %v", program, err), number, nil}
 	switch number {
 	case syscall.ENOENT: // the file was there: its interpreter is not
 		e.status, e.Code = 404, "program_not_found"

@@ -103,6 +103,9 @@ class FakeNode:
             ),
         ]
         self.restores = Restored.MEMORY
+        self.missing: dict[str, list[str]] = {}
+        """What of a paused one is not there when it is to be resumed."""
+        self.repaused_frozen: list[bool] = []
         """What comes back of what was saved."""
         self.ready = PoolFacts()
         self.begun_with: dict[str, tuple[str, bool]] = {}
@@ -216,19 +219,26 @@ class FakeNode:
         facts = await self._called("pause", sandbox_id, generation)
         return self._set(facts, paused=True, settled=True)
 
-    async def resume(self, sandbox_id: str, *, generation: int, network: EffectivePolicy) -> SandboxFacts:
+    async def resume(
+        self, sandbox_id: str, *, generation: int, network: EffectivePolicy, incomplete: bool = False
+    ) -> SandboxFacts:
         facts = await self._called("resume", sandbox_id, generation)
+        missing = self.missing.get(sandbox_id, []) if facts.paused else []
+        if missing and not incomplete:
+            raise Conflict("cannot resume: not all is there", code="restore_incomplete", details={"missing": missing})
         if network.version > self.policies[sandbox_id].version:
             self.policies[sandbox_id] = network
         if not facts.paused:
             return facts
-        return self._set(facts, paused=False, settled=False, incarnation=facts.incarnation + 1, restored=self.restores)
+        count = facts.incarnation + 1
+        return self._set(facts, paused=False, settled=False, incarnation=count, restored=self.restores, missing=missing)
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
         self._set(await self._called("settle", sandbox_id, generation), settled=True)
 
-    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
+    async def repause(self, sandbox_id: str, *, generation: int, frozen: bool = False) -> SandboxFacts:
         facts = await self._called("repause", sandbox_id, generation)
+        self.repaused_frozen.append(frozen)
         if not facts.paused and facts.settled:
             raise Conflict("cannot repause: its image is gone", code="wrong_state")
         return self._set(facts, paused=True, settled=True)
@@ -356,6 +366,8 @@ class FakeGateway:
         self.suspended: dict[str, dict[str, Any]] = {}
         self.suspend_error: CpuosError | None = None
         self.suspend_gate = Gate()
+        self.missing: dict[str, list[str]] = {}
+        """What of a suspended one is gone when it is to go on."""
         self.told: dict[str, Suspended] = {}
         """What sandboxes tell of themselves when they are frozen."""
         self.idle_since: dict[str, float | None] = {}
@@ -365,14 +377,25 @@ class FakeGateway:
         self._wake_news = asyncio.Condition()
 
     async def attach(
-        self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
-    ) -> None:
+        self,
+        sandbox_id: str,
+        *,
+        generation: int,
+        hostname: str,
+        wait_s: float,
+        starting_s: float = 0.0,
+        incomplete: bool = False,
+    ) -> list[str]:
         self._demand_reachable()
         await self.attach_gate.wait()
         if self.attach_error is not None:
             raise self.attach_error
+        missing = self.missing.get(sandbox_id, []) if sandbox_id in self.suspended else []
+        if missing and not incomplete:
+            raise Conflict("cannot attach: not all came back", code="restore_incomplete", details={"missing": missing})
         self.attached[sandbox_id] = generation
         self.suspended.pop(sandbox_id, None)
+        return missing
 
     async def suspend(
         self, sandbox_id: str, *, freeze: str, if_idle_since: float | None = None, auto_resume: bool = True

@@ -227,6 +227,11 @@ ERRORS: dict[str, tuple[type[CpuosError], int, str]] = {
         500,
         "What is kept of the snapshot or paused sandbox is not what was saved; nothing was started from it.",
     ),
+    "restore_incomplete": (
+        Conflict,
+        409,
+        "Not all that a paused sandbox had came back; it stays paused, and `details.missing` names what is gone.",
+    ),
     "sandbox_paused": (Unavailable, 503, "The sandbox is paused; it goes on when it is resumed."),
     "volume_full": (
         Unavailable,
@@ -359,6 +364,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     "sandbox_busy": (
         "a command, terminal, transfer, watch or preview is open",
         "cpuos pause SANDBOX pauses it all the same",
+    ),
+    "restore_incomplete": (
+        "not all that it had when it was paused is there",
+        "cpuos resume SANDBOX once more; or without what is missing: cpuos resume --incomplete SANDBOX",
     ),
     "freeze_failed": ("not all of its processes would stop", "repeat the call; cpuos ps SANDBOX shows what runs"),
     "name_ambiguous": ("more than one sandbox matches", "use more letters of the id; cpuos ls --all"),

@@ -50,10 +50,15 @@ def pause(ctx: typer.Context, sandbox: SandboxArgument, as_json: JsonOption = Fa
         _show(output, sbx)
 
 
-def resume(ctx: typer.Context, sandbox: SandboxArgument, as_json: JsonOption = False) -> None:
-    """Let a paused sandbox go on where it was."""
+def resume(
+    ctx: typer.Context,
+    sandbox: SandboxArgument,
+    incomplete: Annotated[bool, typer.Option("--incomplete", help="Also where something of it is gone.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a paused sandbox go on where it was: whole, or it stays paused and the error names what is missing."""
     with _moving(ctx, sandbox, "resuming") as (output, sbx):
-        sbx.resume()
+        sbx.resume(incomplete=incomplete)
         _show(output, sbx)
         for missing in sbx.info.restore_incomplete or ():
             output.progress(f"did not come back: {missing}")

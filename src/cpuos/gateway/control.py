@@ -36,6 +36,8 @@ class _Attach(Request):
     wait_s: float = Field(10.0, ge=0, le=300)
     starting_s: float = Field(0.0, ge=0, le=3600)
     """For so long the node may still be making the sandbox; `wait_s` counts from when it runs."""
+    incomplete: bool = False
+    """A suspended one goes on also where not all of it came back."""
 
 
 class _Suspend(Request):
@@ -99,8 +101,11 @@ async def _attach(call: Call, gateway: Gateway) -> None:
         hostname=request.hostname,
         wait_s=request.wait_s,
         starting_s=request.starting_s,
+        incomplete=request.incomplete,
     )
-    await call.answer_json(200, {"agent": hello.agent, "contract": hello.contract, "boot_s": hello.boot_s})
+    missing = [] if hello.thawed is None else hello.thawed.missing
+    told = {"agent": hello.agent, "contract": hello.contract, "boot_s": hello.boot_s, "missing": missing}
+    await call.answer_json(200, told)
 
 
 async def _suspend(call: Call, gateway: Gateway) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
+import string
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from cpuos.gateway.spool import SpoolLimits, StreamFile
 from cpuos.gateway.tickets import Ticket
-from cpuos.types.command import Command, CommandStart
+from cpuos.types.command import Command, CommandStart, CommandStatus
 
 __all__ = [
     "STREAMS",
     "CommandRecord",
     "RecordedCommand",
     "StreamName",
+    "command_begun",
+    "new_command_id",
     "read_record",
     "remove_files",
     "shown_argv",
@@ -28,6 +33,7 @@ __all__ = [
 StreamName = Literal["stdout", "stderr"]
 STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 MAX_SHOWN_ARGV = 8 << 10
+_ID_LETTERS = string.ascii_lowercase + string.digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +208,24 @@ class RecordedCommand:
 def _settle(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def new_command_id() -> str:
+    return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in secrets.token_bytes(16))
+
+
+def command_begun(request: CommandStart, command_id: str, *, sandbox: str, generation: int) -> Command:
+    return Command(
+        id=command_id,
+        sandbox=sandbox,
+        generation=generation,
+        argv=shown_argv(request),
+        cwd=request.cwd,
+        user=request.user,
+        pty=request.pty is not None,
+        status=CommandStatus.RUNNING,
+        started_at=datetime.now(UTC),
+    )
 
 
 def shown_argv(request: CommandStart) -> list[str]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
-import string
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any
 
 import structlog
@@ -23,12 +20,12 @@ from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits, Slots
 from cpuos.gateway.previews.ports import PublishedPorts
 from cpuos.gateway.reached import LimitReader, name_limit
-from cpuos.gateway.records import CommandRecord, RecordedCommand, shown_argv
+from cpuos.gateway.records import CommandRecord, RecordedCommand, command_begun, new_command_id, shown_argv
 from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.store import CommandStore
 from cpuos.gateway.suspension import Gate, Suspension
 from cpuos.gateway.tickets import Ticket
-from cpuos.types.command import Command, CommandStart, CommandStatus
+from cpuos.types.command import CommandStart, CommandStatus
 from cpuos.types.limits import LimitSource, ReachedLimit, SandboxLimit
 
 __all__ = ["GatewaySandbox"]
@@ -36,7 +33,6 @@ __all__ = ["GatewaySandbox"]
 CALM_S = 2.0
 """A freeze waits so long for calls that are under way, and cuts what takes longer, but for the start of a command."""
 MISSING_PROGRAM = {"program_not_found": 127, "program_not_executable": 126}
-_ID_LETTERS = string.ascii_lowercase + string.digits
 
 log = structlog.get_logger("gateway.sandbox")
 
@@ -87,10 +83,13 @@ class GatewaySandbox:
 
     # attach and detach
 
-    async def attach(self, generation: int, *, hostname: str, wait_s: float, starting_s: float = 0.0) -> Hello:
+    async def attach(
+        self, generation: int, *, hostname: str, wait_s: float, starting_s: float = 0.0, incomplete: bool = False
+    ) -> Hello:
         """Make the agent ours and take up its commands. A repeat answers the same; an older generation is refused.
 
-        A suspended sandbox goes on by it, or stays suspended where it fails.
+        A suspended sandbox goes on by it, or stays suspended where it fails: so where something of what it had when it
+        was suspended is gone, unless it may be `incomplete`.
         """
         self._asked_generation = max(self._asked_generation, generation)
         async with self._attaching:
@@ -109,18 +108,25 @@ class GatewaySandbox:
                 return self.hello
             if generation > self.generation and self.generation and self.ended is None:
                 await self.end(CommandStatus.SANDBOX_LOST, "the sandbox was made anew as another generation")
-            return await self._attach(generation, hostname=hostname, wait_s=wait_s, starting_s=starting_s)
+            return await self._attach(
+                generation, hostname=hostname, wait_s=wait_s, starting_s=starting_s, incomplete=incomplete
+            )
 
     def is_after(self, generation: int | None) -> bool:
         """It is attached, or about to be, as a later generation than this."""
         return generation is not None and generation < max(self.generation, self._asked_generation)
 
-    async def _attach(self, generation: int, *, hostname: str, wait_s: float, starting_s: float) -> Hello:
+    async def _attach(
+        self, generation: int, *, hostname: str, wait_s: float, starting_s: float, incomplete: bool
+    ) -> Hello:
         agent = self._client(generation)
+        expected = None if self.gate.suspension is None else self.gate.suspension.told
         if not self.gate.paused:
             self.gate.shut()
         try:
-            self._identifying = asyncio.ensure_future(agent.identify(wait_s=wait_s, starting_s=starting_s))
+            self._identifying = asyncio.ensure_future(
+                agent.identify(wait_s=wait_s, starting_s=starting_s, expected=expected, incomplete=incomplete)
+            )
             hello = await self._identifying
             if hello.frozen is not None:  # what it was frozen for did not come about
                 await agent.thaw(hello.frozen)
@@ -406,23 +412,13 @@ class GatewaySandbox:
 
     def _record(self, request: CommandStart, ticket: Ticket, *, key: str | None, digest: str) -> RecordedCommand:
         """The intent, in the journal and as a record. What cannot be written does not happen."""
-        command_id = "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in secrets.token_bytes(16))
-        argv = shown_argv(request)
-        detail = {"argv": argv, "cwd": request.cwd, "user": request.user, "timeout_s": request.timeout_s}
+        command_id = new_command_id()
+        detail = {"argv": shown_argv(request), "cwd": request.cwd, "user": request.user, "timeout_s": request.timeout_s}
         detail |= {"pty": request.pty is not None, "env": sorted(request.env)[:100]}
         intent = self._journal.intent(ticket, "command.start", target=command_id, detail=detail)
+        command = command_begun(request, command_id, sandbox=self.id, generation=self.generation)
         record = CommandRecord(
-            command=Command(
-                id=command_id,
-                sandbox=self.id,
-                generation=self.generation,
-                argv=argv,
-                cwd=request.cwd,
-                user=request.user,
-                pty=request.pty is not None,
-                status=CommandStatus.RUNNING,
-                started_at=datetime.now(UTC),
-            ),
+            command=command,
             ticket=ticket,
             intent=intent,
             key=key,

@@ -93,12 +93,21 @@ class Sandboxes:
         return sandbox
 
     async def attach(
-        self, sandbox_id: str, generation: int, *, hostname: str, wait_s: float, starting_s: float = 0.0
+        self,
+        sandbox_id: str,
+        generation: int,
+        *,
+        hostname: str,
+        wait_s: float,
+        starting_s: float = 0.0,
+        incomplete: bool = False,
     ) -> Hello:
         if generation < 1:
             raise InvalidRequest(f"cannot attach generation {generation}", "generations start at 1")
         sandbox = self._sandboxes.get(sandbox_id) or self._make(sandbox_id)
-        return await sandbox.attach(generation, hostname=hostname, wait_s=wait_s, starting_s=starting_s)
+        return await sandbox.attach(
+            generation, hostname=hostname, wait_s=wait_s, starting_s=starting_s, incomplete=incomplete
+        )
 
     async def suspend(
         self, sandbox_id: str, freeze: str, *, if_idle_since: float | None, auto_resume: bool

@@ -29,6 +29,7 @@ from cpuos.types.node import (
     NodeGeneration,
     NodeNetworkUpdate,
     NodePause,
+    NodeRepause,
     NodeResume,
     NodeSandboxCreate,
     NodeSnapshotCreate,
@@ -113,8 +114,8 @@ async def _settle_sandbox(call: _Call) -> None:
 
 
 async def _repause_sandbox(call: _Call) -> BaseModel:
-    asked = _parse(NodeGeneration, await _read_body(call.request))
-    return await call.service.repause(call.sandbox_id, generation=asked.generation)
+    asked = _parse(NodeRepause, await _read_body(call.request))
+    return await call.service.repause(call.sandbox_id, generation=asked.generation, frozen=asked.frozen)
 
 
 async def _snapshot_sandbox(call: _Call) -> BaseModel:

@@ -13,6 +13,7 @@ from pathlib import Path
 from cpuos.errors import CapacityExceeded, PlatformError
 from cpuos.node.images import AGENT, DISK, ImageStore, pause_name, root_name
 from cpuos.node.journal import Record
+from cpuos.node.receipts import DiskReceipts
 from cpuos.node.resources import Disks, Slots
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.steps import Step
@@ -48,6 +49,7 @@ class Assembly:
         self.disks = disks
         self.slots = slots
         self.images = images
+        self.receipts = DiskReceipts(disks=disks, images=images)
         workdirs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def spec_of(self, record: Record, *, template_image: Path, packs: tuple[tuple[str, Path], ...] = ()) -> SandboxSpec:

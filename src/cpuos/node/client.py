@@ -25,6 +25,7 @@ from cpuos.types.node import (
     NodeGeneration,
     NodeNetworkUpdate,
     NodePause,
+    NodeRepause,
     NodeResume,
     NodeSandboxCreate,
     NodeSnapshotCreate,
@@ -96,19 +97,26 @@ class NodeClient(Protocol):
         ...
 
     async def resume(
-        self, sandbox_id: str, *, generation: int, network: EffectivePolicy, memory: bool = True
+        self,
+        sandbox_id: str,
+        *,
+        generation: int,
+        network: EffectivePolicy,
+        memory: bool = True,
+        incomplete: bool = False,
     ) -> SandboxFacts:
         """Returns when its processes are there again, frozen: the next dial's statement thaws them; the facts
         say so where only its files came back. Idempotent. The image is kept until `settle`; after a failure the sandbox
-        is paused as before."""
+        is paused as before. So it is where its disk is not as it was, unless it may be `incomplete`."""
         ...
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
         """The resumed sandbox answers: its image can go. Idempotent."""
         ...
 
-    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
-        """Undo a resume that was not settled: paused as before. Idempotent."""
+    async def repause(self, sandbox_id: str, *, generation: int, frozen: bool = False) -> SandboxFacts:
+        """Undo a resume that was not settled: paused as before. Idempotent. `frozen`: its guest has refused to go on,
+        so that what was saved of its processes can be taken up again."""
         ...
 
     async def snapshot(
@@ -212,16 +220,22 @@ class LocalNodeClient:
         return SandboxFacts.model_validate(await self._act(sandbox_id, "pause", body))
 
     async def resume(
-        self, sandbox_id: str, *, generation: int, network: EffectivePolicy, memory: bool = True
+        self,
+        sandbox_id: str,
+        *,
+        generation: int,
+        network: EffectivePolicy,
+        memory: bool = True,
+        incomplete: bool = False,
     ) -> SandboxFacts:
-        body = NodeResume(generation=generation, network=network, memory=memory)
+        body = NodeResume(generation=generation, network=network, memory=memory, incomplete=incomplete)
         return SandboxFacts.model_validate(await self._act(sandbox_id, "resume", body))
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
         await self._act(sandbox_id, "settle", NodeGeneration(generation=generation))
 
-    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
-        body = NodeGeneration(generation=generation)
+    async def repause(self, sandbox_id: str, *, generation: int, frozen: bool = False) -> SandboxFacts:
+        body = NodeRepause(generation=generation, frozen=frozen)
         return SandboxFacts.model_validate(await self._act(sandbox_id, "repause", body))
 
     async def snapshot(

@@ -6,6 +6,7 @@
     snapshots/<name>/memory/          processes, by the runtime
     snapshots/<name>/root/            files outside of /workspace, by the runtime
     snapshots/<name>/disk.img         /workspace; disk.json says who wrote its blocks
+    snapshots/<name>/workspace.note   of a paused one: the digest of its disk, with its own proof; later than the rest
     snapshots/<name>/agent/           the agent that the processes began with
 
 A name is the id of a snapshot, or `pause-` and the id of a sandbox: that one keeps its disk, so there is no disk.img.
@@ -219,6 +220,29 @@ class ImageStore:
         for file in sorted(saved.keys() | found.keys()):
             if saved.get(file) != found.get(file):
                 raise _damaged(name, f"{file} is not as it was saved")
+
+    def add_note(self, name: str, about: str, note: dict[str, str]) -> None:
+        """Put down something that is known of it only later, in place of what was. An image that is gone is fine."""
+        text = json.dumps({"name": name, "about": about, "note": note})
+        draft = self.path(name) / f".{about}.note"
+        try:
+            draft.write_text(json.dumps({"text": text, "mac": self._sign(b"note", text.encode())}))
+            draft.rename(self.path(name) / f"{about}.note")
+        except FileNotFoundError:
+            return
+
+    def note(self, name: str, about: str) -> dict[str, str] | None:
+        try:
+            whole = json.loads((self.path(name) / f"{about}.note").read_bytes())
+            text, mac = whole["text"], whole["mac"].encode()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise _damaged(name, f"what is noted of its {about} cannot be read") from problem
+        if not hmac.compare_digest(mac, self._sign(b"note", text.encode()).encode()):
+            raise _damaged(name, f"what is noted of its {about} was not written by this node")
+        told = json.loads(text)
+        return told["note"] if (told["name"], told["about"]) == (name, about) else None
 
     def remove(self, name: str) -> None:
         """Not there is fine."""

@@ -80,6 +80,10 @@ class Record(BaseModel):
     """When what it began with was saved."""
     used: Usage = Usage()
     """By its processes of before its last pause."""
+    disk_mark: str = ""
+    """Of a parked one: by it a disk that was changed since is known without being read. Empty: it is not known."""
+    missing: list[str] = []
+    """What was not as it had been when it was taken up all the same."""
 
     @property
     def id(self) -> str:

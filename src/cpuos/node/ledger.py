@@ -135,6 +135,7 @@ def facts_of(record: Record) -> SandboxFacts:
         incarnation=record.incarnation,
         restored=record.restored,
         restored_at=record.restored_at,
+        missing=record.missing,
         runtime=record.request.runtime,
         isolation=record.isolation,
         isolation_detail=record.isolation_detail,

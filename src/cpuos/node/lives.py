@@ -82,8 +82,9 @@ class Lives:
         else:
             await self.end(record, reason=reason)
 
-    async def park(self, record: Record, *, reason: str = "") -> SandboxFacts:
-        """Its image is whole: it is paused from here on, and all but files is taken away, now or by the sweeper."""
+    async def park(self, record: Record, *, reason: str = "", frozen: bool = False) -> SandboxFacts:
+        """Its image is whole: it is paused from here on, and all but files is taken away, now or by the sweeper.
+        `frozen`: its guest is known not to have gone on."""
         self.unwatch(record.id)
         used = await usage_of(self._kit, record)
         now = self._ledger.clock()
@@ -94,7 +95,9 @@ class Lives:
             parked=False,
             unsettled=False,
             told=False,
-            memory_stale=record.memory_stale or record.told,
+            memory_stale=record.memory_stale or (record.told and not frozen),
+            disk_mark="",
+            missing=[],
             pause_reason=reason,
             changed_at=now,
         )
@@ -104,10 +107,17 @@ class Lives:
         try:
             steps = self._kit.assembly.park_steps(record.id, runtime=self._kit.runtime_of(record))
             await run_steps("park", steps, checkpoint=self._kit.checkpoint)
-            await self._ledger.keep(record.becomes(Stage.PAUSED, parked=True))
+            await self.parked(record)
         except Exception:
             log.exception("paused sandbox not parked yet", sandbox=record.id)
         return facts
+
+    async def parked(self, record: Record) -> None:
+        """Only files of it are left: write down by what a change of its disk is seen, and have the digest made."""
+        mark = await self._kit.assembly.disks.mark(record.id)
+        record = record.becomes(Stage.PAUSED, parked=True, disk_mark=mark)
+        await self._ledger.keep(record)
+        self._ledger.spawn(self._kit.assembly.receipts.note(record))
 
     async def give_up(self, record: Record) -> None:
         """One that was ready goes without a trace: nobody has heard of it."""

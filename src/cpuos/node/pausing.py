@@ -71,6 +71,7 @@ class Pausing:
                 log.warning("processes do not fit, files may", sandbox=sandbox_id, why=error.why)
                 saved = await self._read(record, memory=False)
                 memory, why = False, error.why
+            record = await self._check_disk(record, incomplete=request.incomplete)
             await check_room_to_restore(self._kit, saved, verb="resume", sandbox_id=sandbox_id)
             newer = request.network if request.network.version >= record.policy.version else record.policy
             record = record.becomes(Stage.PAUSED, network=newer)
@@ -106,8 +107,9 @@ class Pausing:
             log.exception("root not kept", sandbox=sandbox_id)
         images.discard(pause)
 
-    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
-        """Undo a resume that is not settled."""
+    async def repause(self, sandbox_id: str, *, generation: int, frozen: bool = False) -> SandboxFacts:
+        """Undo a resume that is not settled. `frozen`: its guest has refused to go on, so its processes' image is as
+        new as its files."""
         async with self._ledger.lock(sandbox_id):
             record = self._ledger.held(sandbox_id, generation=generation)
             if record.stage is Stage.PAUSED:
@@ -115,7 +117,8 @@ class Pausing:
             record = self._ledger.running(sandbox_id)
             if not record.unsettled:
                 raise Conflict(f"cannot pause sandbox again: {sandbox_id}", "its image was given up: it runs")
-            return await self._lives.park(record, reason="it did not answer when it was resumed")
+            reason = "not all of it was there" if frozen else "it did not answer when it was resumed"
+            return await self._lives.park(record, reason=reason, frozen=frozen)
 
     async def _save(self, record: Record, *, freeze: str, reason: str) -> Record:
         """Make the image. Its last step is what makes the sandbox a paused one."""
@@ -153,6 +156,15 @@ class Pausing:
             cause = error.__cause__ if isinstance(error, UndoFailed) and error.__cause__ is not None else error
             raise could_not("pause", record.id, cause) from error
         return paused
+
+    async def _check_disk(self, record: Record, *, incomplete: bool) -> Record:
+        """The record with what is missing, where it may be."""
+        missing = await self._kit.assembly.receipts.missing(record)
+        if missing and not incomplete:
+            what = f"cannot resume sandbox: {record.id}"
+            why = f"not there: {', '.join(missing)}"
+            raise Conflict(what, why, code="restore_incomplete", details={"missing": missing})
+        return record.becomes(Stage.PAUSED, missing=missing)
 
     def _check_room(self, record: Record) -> None:
         self._kit.admission.require(f"cannot resume sandbox: {record.id}", record.request, restarts=True)
@@ -198,11 +210,16 @@ class Pausing:
         self._ledger.begin(record)  # from here on it takes room
 
         # The incarnation stays counted: a number once given is never given to another key.
-        back = paused.becomes(Stage.PAUSED, incarnation=record.incarnation)
+        back = paused.becomes(Stage.PAUSED, incarnation=record.incarnation, missing=[])
+
+        async def undo() -> None:
+            await self._ledger.keep(back)
+            await self._lives.parked(back)  # a disk that was mounted is not as it was
+
         folder = MEMORY if restored is Restored.MEMORY else ROOT
         begin, spec = {folder: images.path(name) / folder}, self._kit.spec_of(record)
         steps: list[Step | Together] = [
-            Step(name="record", do=lambda: self._ledger.keep(record), undo=lambda: self._ledger.keep(back)),
+            Step(name="record", do=lambda: self._ledger.keep(record), undo=undo),
             Together(steps=self._kit.assembly.unpark_steps(spec, network=record.policy)),
             Together(
                 steps=[

@@ -3,6 +3,7 @@ them away last; both find what they made again by the sandbox's id alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -56,6 +57,18 @@ class Disks(Protocol):
         ...
 
     async def unpark(self, sandbox_id: str) -> Path: ...
+
+    async def mark(self, sandbox_id: str) -> str:
+        """Of a parked one, which is all on disk then: another one after any change. Empty: there is none."""
+        ...
+
+    def is_marked(self, sandbox_id: str, mark: str) -> bool:
+        """Whether it has this mark still. It blocks, a moment."""
+        ...
+
+    def digest(self, sandbox_id: str, *, go_on: Callable[[], bool]) -> str | None:
+        """Of what is on a parked one. It blocks, and asks often whether to go on: None when not."""
+        ...
 
     async def sync(self, sandbox_id: str) -> None:
         """All that was written to it outlives the host when this returns."""

@@ -166,8 +166,8 @@ class NodeService:
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
         await self.ledger.whole(self._pausing.settle(sandbox_id, generation=generation))
 
-    async def repause(self, sandbox_id: str, *, generation: int) -> SandboxFacts:
-        return await self.ledger.whole(self._pausing.repause(sandbox_id, generation=generation))
+    async def repause(self, sandbox_id: str, *, generation: int, frozen: bool = False) -> SandboxFacts:
+        return await self.ledger.whole(self._pausing.repause(sandbox_id, generation=generation, frozen=frozen))
 
     async def snapshot(self, sandbox_id: str, request: NodeSnapshotCreate) -> SnapshotFacts:
         return await self.ledger.whole(self._snapshots.make(sandbox_id, request))
@@ -260,6 +260,7 @@ class NodeService:
         await self._upkeep.close()
         await self.pool.close()
         await self._lives.close()
+        self._assembly.receipts.close()
         await self.ledger.finish()
         await self._assembly.disks.close()
         await self._assembly.slots.close()

@@ -50,6 +50,9 @@ class Upkeep:
     def start(self) -> None:
         """Begin to try again, now and then, what could not be done."""
         self._ledger.spawn(asyncio.to_thread(self._finish_images))
+        for record in self._ledger.all():
+            if record.stage is Stage.PAUSED and record.parked:
+                self._ledger.spawn(self._kit.assembly.receipts.note(record))
         self._sweeper = asyncio.create_task(self._sweep_for_ever())
 
     async def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -54,6 +54,8 @@ class Suspended:
     processes: int
     listeners: list[Listener]
     commands: list[str]
+    programs: list[str] = field(default_factory=list)
+    """Number and name of each process, of very many not all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +87,19 @@ class GatewayControl(Protocol):
     """Errors are those of the table; a gateway out of reach is `gateway_unavailable`."""
 
     async def attach(
-        self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
-    ) -> None:
+        self,
+        sandbox_id: str,
+        *,
+        generation: int,
+        hostname: str,
+        wait_s: float,
+        starting_s: float = 0.0,
+        incomplete: bool = False,
+    ) -> list[str]:
         """Return when the sandbox's agent has proved to be it and has answered, `wait_s` after its process runs at the
         latest. For `starting_s` the node may still be making it. A suspended sandbox goes on by this, after a resume by
-        the node or without one."""
+        the node or without one: whole, or it stays suspended and that is `restore_incomplete`, unless it may be
+        `incomplete`. The list says what of it is gone then."""
         ...
 
     async def suspend(
@@ -176,11 +186,22 @@ class LocalGatewayControl:
         await self._http.aclose()
 
     async def attach(
-        self, sandbox_id: str, *, generation: int, hostname: str, wait_s: float, starting_s: float = 0.0
-    ) -> None:
+        self,
+        sandbox_id: str,
+        *,
+        generation: int,
+        hostname: str,
+        wait_s: float,
+        starting_s: float = 0.0,
+        incomplete: bool = False,
+    ) -> list[str]:
         body = {"generation": generation, "hostname": hostname, "wait_s": wait_s, "starting_s": starting_s}
+        if incomplete:
+            body["incomplete"] = True
         timeout_s = starting_s + wait_s + _MARGIN_S
-        await self._call("POST", f"/v1/sandboxes/{sandbox_id}/attach", body=body, timeout_s=timeout_s)
+        answer = await self._call("POST", f"/v1/sandboxes/{sandbox_id}/attach", body=body, timeout_s=timeout_s)
+        with _reading("attach"):
+            return [str(one) for one in answer.get("missing", [])]
 
     async def suspend(
         self, sandbox_id: str, *, freeze: str, if_idle_since: float | None = None, auto_resume: bool = True
@@ -192,6 +213,7 @@ class LocalGatewayControl:
                 processes=int(answer["processes"]),
                 listeners=[Listener(port=int(one["port"]), address=str(one["address"])) for one in answer["listeners"]],
                 commands=[str(one) for one in answer["commands"]],
+                programs=[f"{int(one['pid'])} {one['name']}" for one in answer.get("programs", [])],
             )
 
     async def activity(self) -> dict[str, SandboxActivity]:

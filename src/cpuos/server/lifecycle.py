@@ -341,7 +341,7 @@ class Lifecycle:
             ) from error
 
     @asynccontextmanager
-    async def _attaching(self, row: Row[Any], *, starting_s: float = 0.0) -> AsyncIterator[asyncio.Future[None]]:
+    async def _attaching(self, row: Row[Any], *, starting_s: float = 0.0) -> AsyncIterator[asyncio.Future[list[str]]]:
         """The gateway on its way to the agent, from now on; called off when the block is left before it is there."""
         attached = asyncio.ensure_future(
             self._gateway.attach(

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 from sqlalchemy import Row
 
-from cpuos.errors import CpuosError, NotFound, SandboxGone, Unavailable
+from cpuos.errors import Conflict, CpuosError, NotFound, SandboxGone, Unavailable
 from cpuos.scheduler.base import Scheduler
 from cpuos.server.asks import hostname_of, whole_of
 from cpuos.server.audit import SYSTEM, Audit
@@ -27,7 +27,7 @@ from cpuos.server.db.sandboxes import advance, row_of
 from cpuos.server.gateway import GatewayControl, Suspended
 from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
-from cpuos.server.receipts import receipt_of, resumed
+from cpuos.server.receipts import missing_of, not_all, receipt_of, resumed
 from cpuos.server.states import Verb, unusable
 from cpuos.server.tasks import Tasks
 from cpuos.types.audit import AuditResult
@@ -84,11 +84,12 @@ class Pausing:
 
         return await self._move(row, begin={S.RUNNING: work}, done=S.PAUSED, action="pause sandbox")
 
-    async def resume(self, row: Row[Any], *, reason: str = "") -> Row[Any]:
-        """Running again, or an error and it is paused as before. `reason` is given when nobody asked for it."""
+    async def resume(self, row: Row[Any], *, reason: str = "", incomplete: bool = False) -> Row[Any]:
+        """Running again, or an error and it is paused as before. `reason` is given when nobody asked for it. Where not
+        all that it had is there that is `restore_incomplete`, unless it may be `incomplete`."""
 
         def work(current: Row[Any]) -> Coroutine[Any, Any, Row[Any] | None]:
-            return self._resume(current, reason=reason)
+            return self._resume(current, reason=reason, incomplete=incomplete)
 
         return await self._move(row, begin={S.PAUSED: work}, done=S.RUNNING, action="resume sandbox")
 
@@ -211,6 +212,7 @@ class Pausing:
             # One that is paused because its time ended gets as much again.
             left_s = left_s if left_s > 0 else current.timeout_s
             changed = {"paused_at": now, "left_s": left_s, "expires_at": None, "reason": reason}
+            changed["restore_incomplete"] = None
             return {**changed, "receipt": receipt_of(current, told, now=now)}
 
         paused = await self._advance(row, Verb.PAUSED, changes, note="sandbox.pause", reason=reason)
@@ -261,7 +263,7 @@ class Pausing:
 
     # --- resume ---
 
-    async def _resume(self, row: Row[Any], *, reason: str) -> Row[Any] | None:
+    async def _resume(self, row: Row[Any], *, reason: str, incomplete: bool) -> Row[Any] | None:
         await self._gateway.health()  # without it the guest could not be thawed, and the memory would lie idle
         self._scheduler.hold(row.id, node=row.node, amount=whole_of(row), action=f"resume sandbox {row.id}")
         resuming = await self._advance(row, Verb.RESUME)
@@ -272,26 +274,26 @@ class Pausing:
         policy = await self._networks.effective(resuming)
         node = self._scheduler.client(row.node)
         try:
-            facts = await node.resume(row.id, generation=row.generation, network=policy)
+            facts = await node.resume(row.id, generation=row.generation, network=policy, incomplete=incomplete)
         except CpuosError as error:
             facts = await self._look(resuming, action="resume sandbox")
             if facts.paused:
-                await self._repaused(resuming, reason=f"it could not be resumed: {error.why or error.what}")
-                raise _told(error, f"cannot resume sandbox {row.id}: it stays paused") from error
-        return await self._thaw(resuming, facts, reason=reason)
+                raise await self._not_resumed(resuming, error, why=error.why or error.what) from error
+        return await self._thaw(resuming, facts, reason=reason, incomplete=incomplete)
 
-    async def _thaw(self, row: Row[Any], facts: SandboxFacts, *, reason: str) -> Row[Any]:
-        """Its processes are there again: let them go on."""
+    async def _thaw(self, row: Row[Any], facts: SandboxFacts, *, reason: str, incomplete: bool = False) -> Row[Any]:
+        """Its processes are there again: let them go on, if all are."""
         node = self._scheduler.client(row.node)
+        missing: list[str] = []
         if not facts.settled:
             try:
-                await self._reach(row)
+                missing = await self._reach(row, incomplete=incomplete)
             except Unavailable:
                 raise  # whether it goes on is not known: the reconciler asks again
             except CpuosError as error:
-                await node.repause(row.id, generation=row.generation)
-                await self._repaused(row, reason=f"it could not be resumed: {error.what}")
-                raise _told(error, f"cannot resume sandbox {row.id}: it stays paused") from error
+                frozen = missing_of(error) is not None
+                await node.repause(row.id, generation=row.generation, frozen=frozen)
+                raise await self._not_resumed(row, error, why=error.what) from error
             # From here on its memory is newer than what was saved. Before it is on record as running what was saved
             # must be gone, so that no failure ever takes it up again.
             try:
@@ -303,7 +305,7 @@ class Pausing:
         def changes(current: Row[Any], now: datetime) -> dict[str, Any]:
             left_s = current.timeout_s if current.left_s is None else current.left_s
             ended = {"expires_at": now + timedelta(seconds=left_s), "paused_at": None, "left_s": None}
-            return {**ended, **resumed(current, facts)}
+            return {**ended, **resumed(current, facts, missing=missing)}
 
         running = await self._advance(row, Verb.RESUMED, changes, note="sandbox.resume", reason=reason)
         if running is None:
@@ -328,22 +330,44 @@ class Pausing:
                 detail={"reason": row.reason, "missing": row.restore_incomplete},
             )
 
-    async def _reach(self, row: Row[Any]) -> None:
-        """The gateway's attach thaws it. Asked twice: an agent that only answered late has thawed, and says so then."""
+    async def _reach(self, row: Row[Any], *, incomplete: bool = True) -> list[str]:
+        """The gateway's attach thaws it. Asked twice: an agent that only answered late has thawed, and says so then.
+        The list is what it lacks of what it had."""
         for attempt in (1, 2):
             try:
-                await self._gateway.attach(
-                    row.id, generation=row.generation, hostname=hostname_of(row), wait_s=self._wait_s
+                return await self._gateway.attach(
+                    row.id,
+                    generation=row.generation,
+                    hostname=hostname_of(row),
+                    wait_s=self._wait_s,
+                    incomplete=incomplete,
                 )
-                return
-            except CpuosError:
-                if attempt == 2:
+            except CpuosError as error:
+                if attempt == 2 or missing_of(error) is not None:
                     raise
+        raise AssertionError("unreachable")
 
-    async def _repaused(self, row: Row[Any], *, reason: str) -> None:
-        changed = await self._advance(row, Verb.REPAUSE, lambda current, now: {"reason": reason})
+    async def _not_resumed(self, row: Row[Any], error: CpuosError, *, why: str) -> CpuosError:
+        """It is paused as before: on record, and the error that says so."""
+        missing = missing_of(error)
+        if missing is not None:
+            why = not_all(missing, verb="it would go on")
+        await self._repaused(row, reason=f"it could not be resumed: {why}", missing=missing)
+        told = _told(error, f"cannot resume sandbox {row.id}: it stays paused")
+        if missing is None:
+            return told
+        hint = f"cpuos resume {row.id}; or without what is missing: cpuos resume --incomplete {row.id}"
+        return Conflict(told.what, why, code=error.code, hint=hint, details={"missing": missing})
+
+    async def _repaused(self, row: Row[Any], *, reason: str, missing: list[str] | None = None) -> None:
+        def changes(current: Row[Any], now: datetime) -> dict[str, Any]:
+            return {"reason": reason, "restore_incomplete": missing}
+
+        changed = await self._advance(row, Verb.REPAUSE, changes)
         if changed is not None:
             self._scheduler.park(row.id)
+            if missing:
+                await self._note_incomplete(changed)
             _log.warning("sandbox not resumed", sandbox=row.id, reason=reason)
 
     # --- what was left ---

@@ -7,13 +7,15 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from cpuos.errors import CpuosError
 from cpuos.server.asks import what_is_missing
 from cpuos.server.gateway import Suspended
 from cpuos.types.node import Restored, SandboxFacts
 
-__all__ = ["receipt_of", "resumed"]
+__all__ = ["missing_of", "not_all", "receipt_of", "resumed"]
 
 _SHOWN = 100
+_NAMED = 5
 
 
 def receipt_of(row: Row[Any], told: Suspended | None, *, now: datetime) -> dict[str, Any] | None:
@@ -23,6 +25,7 @@ def receipt_of(row: Row[Any], told: Suspended | None, *, now: datetime) -> dict[
     return {
         "at": now.isoformat(),
         "processes": told.processes,
+        "programs": told.programs,
         "listeners": sorted({f"{one.address}:{one.port}" for one in told.listeners}),
         "commands": told.commands,
         "policy_version": row.network_version,
@@ -30,14 +33,29 @@ def receipt_of(row: Row[Any], told: Suspended | None, *, now: datetime) -> dict[
     }
 
 
-def resumed(row: Row[Any], facts: SandboxFacts) -> dict[str, Any]:
-    """Changes of a record of one that goes on: what came back, and what did not of that which its receipt names."""
+def resumed(row: Row[Any], facts: SandboxFacts, *, missing: list[str]) -> dict[str, Any]:
+    """Changes of a record of one that goes on: what came back, and what did not of that which its receipt names.
+    `missing`: what its guest found gone when it went on."""
     whole = facts.restored is Restored.MEMORY
+    gone = [*facts.missing, *(missing if whole else _gone(row.receipt))][:_SHOWN]
+    reason = what_is_missing(facts, verb="resumed")
     return {
-        "reason": what_is_missing(facts, verb="resumed"),
+        "reason": reason or (not_all(gone, verb="resumed") if gone else ""),
         "resumed_from": "memory" if whole else "files",
-        "restore_incomplete": [] if whole else _gone(row.receipt),
+        "restore_incomplete": gone,
     }
+
+
+def not_all(missing: list[str], *, verb: str) -> str:
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    return f"{verb} without {', '.join(missing[:_NAMED])}{more}"
+
+
+def missing_of(error: CpuosError) -> list[str] | None:
+    """What is gone, where that is why it was not resumed."""
+    if error.code != "restore_incomplete":
+        return None
+    return [str(one) for one in error.details.get("missing", [])]
 
 
 def _gone(receipt: dict[str, Any] | None) -> list[str]:

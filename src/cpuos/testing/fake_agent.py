@@ -49,6 +49,7 @@ class FakeAgent:
         self._incarnation = 0
         self._thawed: str | None = None
         """The freeze that the present identity ended."""
+        self._told_of_thaw: dict[str, object] = {}
         self._session_key = b""
         self.commands = FakeCommands(root, switch_users=switch_users)
         self.files = FakeFiles(root, switch_users=switch_users)
@@ -142,7 +143,7 @@ class FakeAgent:
                 return HttpResponse(json=self.freezer.thaw(str((await request.json()).get("freeze"))))
         raise GuestError("not_found", f"no route {request.method} {request.path}")
 
-    def _accept_identity(self, body: dict[str, str]) -> dict[str, object]:
+    def _accept_identity(self, body: dict[str, Any]) -> dict[str, object]:
         try:
             statement = base64.b64decode(body["statement"])
             self._node_key.verify(base64.b64decode(body["signature"]), SIGNATURE_DOMAIN + statement)
@@ -151,16 +152,21 @@ class FakeAgent:
             if said["expires_at"] <= said["now"]:
                 raise ValueError("expired")
             if self._repeats(said, key):
-                return self._hello()
+                return self._hello() | self._told_of_thaw
             self._check_newer(said)
         except (InvalidSignature, KeyError, TypeError, ValueError) as error:
             raise GuestError("identity_refused", str(error) or type(error).__name__) from error
+        missing = self.freezer.missing(body.get("expected") or {}) if self.freezer.frozen is not None else []
+        if missing and not body.get("incomplete"):
+            raise GuestError("restore_incomplete", "not all of it came back", missing=missing)
         self._sandbox_id, self._generation, self._session_key = said["sandbox"], said["generation"], key
         self._incarnation, self._thawed = said.get("incarnation", 0), said.get("thaw")
         self._set_hostname(str(said.get("hostname", "")))
-        if self._thawed is None:
-            return self._hello()
-        return self._hello() | {"thawed": {"continued": self.freezer.go_on(), "reseeded": [], "failed": []}}
+        self._told_of_thaw = {}
+        if self._thawed is not None:
+            thawed = {"continued": self.freezer.go_on(), "reseeded": [], "failed": [], "missing": missing}
+            self._told_of_thaw = {"thawed": thawed}
+        return self._hello() | self._told_of_thaw
 
     def _repeats(self, said: dict[str, Any], key: bytes) -> bool:
         told = (said["sandbox"], said["generation"], said.get("incarnation", 0))

@@ -13,7 +13,7 @@ from typing import Any
 
 from cpuos.testing.fake_commands import FakeCommands
 from cpuos.testing.fake_http import GuestError
-from cpuos.testing.fake_process import find_tree
+from cpuos.testing.fake_process import find_tree, listeners
 
 __all__ = ["FakeFreezer"]
 
@@ -58,8 +58,28 @@ class FakeFreezer:
                 _signal(pid, signal.SIGSTOP)
             await asyncio.sleep(0.001)
         self._ours |= {pid for pid in self._processes() if pid not in before}
-        self._told = {"processes": len(self._ours), "listeners": [], "commands": running}
+        programs = [{"pid": pid, "name": name} for pid in sorted(self._ours) if (name := _name(pid))]
+        self._told = {
+            "processes": len(self._ours),
+            "programs": programs,
+            "listeners": listeners(self._processes()),
+            "commands": running,
+        }
         return self._told
+
+    def missing(self, told: dict[str, Any]) -> list[str]:
+        """What of it is not there any more."""
+        present = listeners(self._processes())
+        running = {facts["id"] for facts in self._commands.list() if facts["status"] == "running"}
+        gone = [
+            f"process {was['pid']} ({was['name']})"
+            for was in told.get("programs", [])
+            if _state(was["pid"]) in "ZX" or _name(was["pid"]) != was["name"]
+        ]
+        gone += [f"command {one}" for one in told.get("commands", []) if one not in running]
+        return gone + [
+            f"listener on {was['address']}:{was['port']}" for was in told.get("listeners", []) if was not in present
+        ]
 
     def thaw(self, freeze: str) -> dict[str, Any]:
         if self.frozen not in (None, freeze):
@@ -87,6 +107,13 @@ def _state(pid: int) -> str:
         return stat[stat.rindex(b")") + 2 :][:1].decode()
     except (OSError, ValueError):
         return "X"
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").removesuffix("\n")
+    except OSError:
+        return ""
 
 
 def _signal(pid: int, number: int) -> None:

@@ -34,6 +34,7 @@ _STATUS = {
     "limit_reached": 429,
     "frozen": 409,
     "freeze_failed": 409,
+    "restore_incomplete": 409,
     "internal": 500,
 }
 
@@ -41,15 +42,25 @@ _STATUS = {
 class GuestError(Exception):
     """An error answer of the contract: code, text and, where there is one, the errno."""
 
-    def __init__(self, code: str, message: str, *, errno: int | None = None, status: int | None = None) -> None:
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        errno: int | None = None,
+        status: int | None = None,
+        missing: list[str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.errno = errno
         self.status = status or _STATUS.get(code, 400)
+        self.missing = missing
 
     def body(self) -> dict[str, Any]:
-        return {"code": self.code, "message": self.message, "errno": self.errno}
+        told = {"code": self.code, "message": self.message, "errno": self.errno}
+        return told if self.missing is None else told | {"missing": self.missing}
 
 
 @dataclass(kw_only=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-__all__ = ["RING_BYTES", "Ring", "find_tree", "readable"]
+__all__ = ["RING_BYTES", "Ring", "find_tree", "listeners", "readable"]
 
 RING_BYTES = 1 << 20
 
@@ -43,6 +46,24 @@ async def readable(descriptor: int) -> None:
         await ready
     finally:
         loop.remove_reader(descriptor)
+
+
+def listeners(pids: Iterable[int]) -> list[dict[str, Any]]:
+    """Ports on which these processes wait for connections by IPv4; others of the host's network are not theirs."""
+    sockets = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(entry.path))
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        address, _, port = fields[1].partition(":")
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+            packed = bytes.fromhex(address)[::-1]
+            found.append({"port": int(port, 16), "address": ".".join(map(str, packed))})
+    return found
 
 
 def find_tree(root_pid: int, command_id: str) -> list[int]:

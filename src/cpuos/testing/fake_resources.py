@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import socket
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from cpuos.errors import NotFound, PlatformError
@@ -46,6 +49,25 @@ class FakeDisks:
 
     async def unpark(self, sandbox_id: str) -> Path:
         return self.path(sandbox_id)
+
+    async def mark(self, sandbox_id: str) -> str:
+        return self._mark(sandbox_id)
+
+    def is_marked(self, sandbox_id: str, mark: str) -> bool:
+        return self._mark(sandbox_id) == mark
+
+    def _mark(self, sandbox_id: str) -> str:
+        return " ".join(f"{path.name}:{status.st_ino}:{status.st_ctime_ns}" for path, status in self._files(sandbox_id))
+
+    def digest(self, sandbox_id: str, *, go_on: Callable[[], bool]) -> str | None:
+        digest = hashlib.sha256()
+        for path, _ in self._files(sandbox_id):
+            digest.update(f"{path.name}\n".encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    def _files(self, sandbox_id: str) -> list[tuple[Path, os.stat_result]]:
+        found = [(path, path.lstat()) for path in sorted(self.path(sandbox_id).rglob("*"))]
+        return [(path, status) for path, status in found if stat.S_ISREG(status.st_mode)]
 
     async def sync(self, sandbox_id: str) -> None:
         """Tests cut no power."""

@@ -19,6 +19,7 @@ __all__ = [
     "NodeGeneration",
     "NodeNetworkUpdate",
     "NodePause",
+    "NodeRepause",
     "NodeResume",
     "NodeSandboxCreate",
     "NodeSnapshotCreate",
@@ -119,6 +120,14 @@ class NodeResume(Request):
     """In place before the guest goes on, unless the node knows a newer version."""
     memory: bool = True
     """With its processes; else with its files alone, which another version of the runtime takes too."""
+    incomplete: bool = False
+    """Also where not all is there that there was; else that is refused, and nothing is begun."""
+
+
+class NodeRepause(Request):
+    generation: int = Field(ge=1)
+    frozen: bool = False
+    """Its guest has refused to go on: what was saved of its processes stays good."""
 
 
 class NodeSnapshotCreate(Request):
@@ -263,6 +272,8 @@ class SandboxFacts(Answer):
     """What it began with in this incarnation."""
     restored_at: datetime | None = None
     """When what it began with was saved."""
+    missing: list[str] = Field(default_factory=list)
+    """What of that which was kept of it is not as it was, though it was taken up."""
     runtime: str
     isolation: Isolation
     isolation_detail: str

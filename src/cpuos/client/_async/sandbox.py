@@ -292,13 +292,11 @@ class AsyncSandbox:
         running. Calls to a paused sandbox resume it and go on, unless it was created with `auto_resume=False`."""
         await self._move("pause")
 
-    async def resume(self) -> None:
-        """Let a paused sandbox go on where it was. A running one stays as it is; an error leaves it paused.
-
-        Where its programs cannot be taken up its files come back alone: `info.resumed_from` is "files" then, and
-        `info.restore_incomplete` names what is gone.
-        """
-        await self._move("resume")
+    async def resume(self, *, incomplete: bool = False) -> None:
+        """Let a paused one go on where it was; an error leaves it paused. If something of it is gone that is
+        `restore_incomplete`, or with `incomplete` it goes on without that. Where its programs cannot be taken up its
+        files come back alone (`info.resumed_from` is "files"); `info.restore_incomplete` names what is gone."""
+        await self._move("resume?incomplete=true" if incomplete else "resume")
 
     async def recreate(self, *, idempotency_key: str | None = None) -> Recreated | None:
         """Make it anew under its id after it was lost, from the files that were kept; its programs are gone.

@@ -17,6 +17,7 @@ __all__ = [
     "AgentCommands",
     "AgentFileList",
     "AgentListener",
+    "AgentProgram",
     "Continued",
     "Ended",
     "Frozen",
@@ -33,11 +34,13 @@ MAX_MESSAGE = 1000
 MAX_ENTRIES = 20_000
 MAX_LISTENERS = 1000
 MAX_PROGRAMS = 200
+MAX_MISSING = 100
 MAX_INT = (1 << 63) - 1
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 FreezeNonce = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 ProgramName = Annotated[str, StringConstraints(max_length=1024)]
+MissingThing = Annotated[str, StringConstraints(max_length=1024)]
 CommandId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{16}$")]
 
 
@@ -48,6 +51,8 @@ class _AgentAnswer(BaseModel):
 class Thawed(_AgentAnswer):
     """What a sandbox that goes on did before."""
 
+    missing: Annotated[list[MissingThing], Field(max_length=MAX_MISSING)] = Field(default_factory=list)
+    """Of what there was when it froze."""
     continued: Count = 0
     reseeded: Annotated[list[ProgramName], Field(max_length=MAX_PROGRAMS)] = Field(default_factory=list)
     failed: Annotated[list[ProgramName], Field(max_length=MAX_PROGRAMS)] = Field(default_factory=list)
@@ -70,10 +75,17 @@ class AgentListener(_AgentAnswer):
     address: Annotated[str, StringConstraints(pattern=r"^[0-9a-f.:]{1,45}$")]
 
 
+class AgentProgram(_AgentAnswer):
+    pid: Annotated[int, Field(ge=1, le=1 << 31)]
+    name: Annotated[str, StringConstraints(max_length=64)]
+
+
 class Frozen(_AgentAnswer):
     """What stands still since a freeze."""
 
     processes: Count
+    programs: Annotated[list[AgentProgram], Field(max_length=MAX_LISTENERS)] = Field(default_factory=list)
+    """Of very many not all."""
     listeners: Annotated[list[AgentListener], Field(max_length=MAX_LISTENERS)] = Field(default_factory=list)
     commands: Annotated[list[CommandId], Field(max_length=MAX_ENTRIES)] = Field(default_factory=list)
 
@@ -142,6 +154,7 @@ class TreeDone(_AgentAnswer):
 class _Refusal(_AgentAnswer):
     code: Annotated[str, StringConstraints(max_length=64)]
     message: Annotated[str, StringConstraints(max_length=64 << 10)] = ""
+    missing: Annotated[list[MissingThing], Field(max_length=MAX_MISSING)] = Field(default_factory=list)
 
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
@@ -198,6 +211,7 @@ AGENT_CODES = {
     "port_forbidden": "forbidden",
     "frozen": "sandbox_paused",
     "freeze_failed": "freeze_failed",
+    "restore_incomplete": "restore_incomplete",
 }
 
 
@@ -208,4 +222,7 @@ def refusal(body: bytes, *, what: str) -> CpuosError:
     if code is None and told.code not in ("program_not_found", "program_not_executable"):
         return agent_invalid(f"its error code is not one of the contract: {json.dumps(told.code)}")
     code = code or "file_not_found"
-    return ERRORS[code][0](what, told.message[:MAX_MESSAGE], code=code, details={"agent_code": told.code})
+    details: dict[str, Any] = {"agent_code": told.code}
+    if told.missing:
+        details["missing"] = told.missing
+    return ERRORS[code][0](what, told.message[:MAX_MESSAGE], code=code, details=details)

@@ -83,18 +83,28 @@ class AgentClient:
 
     # identity
 
-    async def identify(self, *, wait_s: float, starting_s: float = 0.0) -> Hello:
+    async def identify(
+        self,
+        *,
+        wait_s: float,
+        starting_s: float = 0.0,
+        expected: dict[str, Any] | None = None,
+        incomplete: bool = False,
+    ) -> Hello:
         """Make the agent ours: dial until it answers, prove who asks, and check who answers.
 
-        For `starting_s` the node may still be making the sandbox; `wait_s` counts from when it runs.
+        A frozen one goes on by this: where not all of `expected` (what it told when it froze) is there, only if it may
+        be `incomplete`, and is `restore_incomplete` else. For `starting_s` the node may still be making the sandbox;
+        `wait_s` counts from when it runs.
         """
+        more: dict[str, Any] = {} if expected is None else {"expected": expected, "incomplete": incomplete}
         dialled = await self._dial_when_made(starting_s)
         began = time.monotonic()
         deadline = began + wait_s
         connect_limit_s = FIRST_CONNECT_LIMIT_S
         while True:
             try:
-                return await self._identify_once(dialled, connect_limit_s)
+                return await self._identify_once(dialled, connect_limit_s, more)
             except AgentFailure as error:
                 if error.code != "agent_unresponsive" or time.monotonic() >= deadline:
                     raise
@@ -115,13 +125,14 @@ class AgentClient:
             await asyncio.sleep(poll_s)
             poll_s = min(2 * poll_s, UNKNOWN_POLL_S)
 
-    async def _identify_once(self, dialled: Dialled, connect_limit_s: float) -> Hello:
+    async def _identify_once(self, dialled: Dialled, connect_limit_s: float, more: dict[str, Any]) -> Hello:
         connection = await self._connect_when_listening(dialled, connect_limit_s)
         try:
             body = json.dumps(
                 {
                     "statement": base64.b64encode(dialled.statement).decode(),
                     "signature": base64.b64encode(dialled.signature).decode(),
+                    **more,
                 }
             ).encode()
             connection.request(_head("POST", "/v1/identity", b"", length=len(body)), body)

@@ -15,7 +15,7 @@ from pathlib import Path
 from cpuos.node import syscalls
 from cpuos.node.storage.room import require_room
 
-__all__ = ["copy_image", "frozen", "share", "sync_all", "thaw"]
+__all__ = ["copy_image", "data_ranges", "frozen", "share", "sync_all", "thaw"]
 
 # linux/fs.h
 _FICLONE = 0x40049409
@@ -31,7 +31,7 @@ def copy_image(source: Path, target: Path) -> None:
         write = os.open(target, flags, 0o600)
         try:
             if not share(read, write):
-                parts = list(_data(read))
+                parts = list(data_ranges(read))
                 require_room(write, sum(end - start for start, end in parts))
                 os.ftruncate(write, os.fstat(read).st_size)
                 for start, end in parts:
@@ -94,7 +94,7 @@ def share(read: int, write: int) -> bool:
     return True
 
 
-def _data(read: int) -> Iterator[tuple[int, int]]:
+def data_ranges(read: int) -> Iterator[tuple[int, int]]:
     """From where to where it holds data: blocks that are only held for it are none."""
     size, offset = os.fstat(read).st_size, 0
     while offset < size:

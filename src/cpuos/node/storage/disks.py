@@ -27,6 +27,7 @@ from cpuos.errors import CapacityExceeded, CpuosError, NotFound, PlatformError, 
 from cpuos.node.resources import DiskRoom
 from cpuos.node.steps import run_whole
 from cpuos.node.storage.copying import copy_image, frozen, sync_all, thaw
+from cpuos.node.storage.digest import digest_of, mark_of
 from cpuos.node.storage.folders import (
     is_mounted,
     mount_disk,
@@ -137,6 +138,17 @@ class DiskStore:
             return self.path(sandbox_id)
         return await self.attach(sandbox_id)
 
+    async def mark(self, sandbox_id: str) -> str:
+        """Of a parked one, which is all on disk then: another one after any change of its images."""
+        return await asyncio.to_thread(mark_of, self._images(sandbox_id))
+
+    def is_marked(self, sandbox_id: str, mark: str) -> bool:
+        return mark_of(self._images(sandbox_id), sync=False) == mark
+
+    def digest(self, sandbox_id: str, *, go_on: Callable[[], bool]) -> str | None:
+        """Of what is on a parked one."""
+        return digest_of(self._images(sandbox_id), go_on=go_on)
+
     async def sync(self, sandbox_id: str) -> None:
         """All that was written to it is on the volume when this returns."""
         await asyncio.to_thread(self._on_workspace, "sync", sandbox_id, sync_all)
@@ -184,6 +196,9 @@ class DiskStore:
     async def leftovers(self) -> list[str]:
         """Ids of all sandboxes that have a disk folder or a loop device here."""
         return await asyncio.to_thread(self._leftovers)
+
+    def _images(self, sandbox_id: str) -> list[Path]:
+        return [self.path(sandbox_id) / name for name in ("image", ROOT_IMAGE)]
 
     def _is_handed(self, sandbox_id: str) -> bool:
         return (self.path(sandbox_id) / ROOT_IMAGE).exists()

@@ -46,13 +46,22 @@ async def pause_sandbox(ref: Ref, plane: Plane, call: Called) -> Sandbox:
     return sandbox_of(await plane.pausing.pause(await find(plane, call, ref)))
 
 
-async def resume_sandbox(ref: Ref, plane: Plane, call: Called) -> Sandbox:
+async def resume_sandbox(
+    ref: Ref,
+    plane: Plane,
+    call: Called,
+    incomplete: Annotated[bool, Query(description="Also where not all that it had is there.")] = False,
+) -> Sandbox:
     """Let it go on; answer when its agent has answered. A running one stays as it is.
 
-    `resumed_from` says whether its programs go on or only its files came back, and `restore_incomplete` what of the
-    former is gone. What fails leaves it paused, with the reason in its record.
+    Its processes, listeners, commands and disk are held against what they were when it was paused. Where something is
+    missing that is `restore_incomplete`, with the list in `details.missing`, and it stays paused with all that was
+    saved; with `incomplete` it goes on without that, and `restore_incomplete` of its record is the list.
+
+    `resumed_from` says whether its programs go on or only its files came back; then too the list names what is gone.
+    What fails leaves it paused, with the reason in its record.
     """
-    row = await plane.pausing.resume(await find(plane, call, ref))
+    row = await plane.pausing.resume(await find(plane, call, ref), incomplete=incomplete)
     call.detail |= {"resumed_from": row.resumed_from, "restore_incomplete": row.restore_incomplete}
     return sandbox_of(row)
 
