@@ -12,20 +12,34 @@ the socket has a second name by then, and the folder of the first is root's.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 from cpuos.runtimes.base import DeviceRates
 from cpuos.runtimes.microvm.firecracker_api import call
-from cpuos.runtimes.microvm.firecracker_calls import boot_calls, describe_call, drive_path, report_calls, version_call
+from cpuos.runtimes.microvm.firecracker_calls import (
+    MEMORY_FILE,
+    STATE_FILE,
+    boot_calls,
+    describe_call,
+    drive_path,
+    load_call,
+    report_calls,
+    save_call,
+    state_call,
+    version_call,
+)
 from cpuos.runtimes.microvm.jailer import Bind, jail_plan, start_jailer
 from cpuos.runtimes.microvm.launch import Launch
 from cpuos.runtimes.microvm.reports import PIPES, make_pipes
+from cpuos.runtimes.microvm.saved import MEMORY, STATE
 from cpuos.runtimes.microvm.vmm import Machine
 
 __all__ = ["DOOR", "Firecracker", "check_version"]
@@ -43,6 +57,7 @@ _SLACK = 64 << 20
 
 class Firecracker:
     name: ClassVar[str] = "firecracker"
+    saves_files: ClassVar[bool] = True
     kvm = True
 
     def __init__(self, *, program: Path, jailer: Path, rates: DeviceRates | None = None) -> None:
@@ -66,12 +81,7 @@ class Firecracker:
         return [str(self.program), str(self._jailer), *calls]
 
     def launch(self, plan: Launch, machine: Machine, *, control: Path | None = None) -> tuple[int, int]:
-        own = plan.root.parent
-        (own / DOOR).mkdir(mode=0o700)
-        os.chown(own / DOOR, plan.uid, plan.uid)
-        make_pipes(own, uid=plan.uid)
-        binds: list[Bind] = [(plan.boot, "boot", False), (own / DOOR, "run", True)]
-        binds += [(own / name, name, True) for name in PIPES]
+        binds = [*_make_own(plan), *_saved_files(plan, machine)]
         largest = machine.memory_mib << 20
         for drive in machine.drives:
             path, writable = plan.files[drive.descriptor]
@@ -92,22 +102,28 @@ class Firecracker:
         return start_jailer(told)
 
     def identity(self, machine: Machine) -> str:
-        return f"{self.name} {self.version()} kvm"
-
-    def save(
-        self, control: Path, target: int, *, memory: bool, also: Callable[[], None], limit_bytes: int, timeout_s: float
-    ) -> None:
-        raise OSError("machines of Firecracker are not saved yet")
-
-    def go_on(self, control: Path, *, timeout_s: float) -> None:
-        """None was saved."""
+        # What the kernel was told is no part of what the guest's devices are.
+        words = "\0".join(self.command(replace(machine, arguments="", saved=None))[2:])
+        return f"{self.name} {self.version()} kvm {hashlib.sha256(words.encode()).hexdigest()[:12]}"
 
     async def boot(self, control: Path, machine: Machine) -> None:
         check_version(await _enter(control))
         # A probe reads what it says from its stdout, with what its guest says.
-        reports = [] if machine.tells_console else report_calls()
-        for one in [*reports, *boot_calls(machine, rates=self._rates)]:
+        calls = [] if machine.tells_console else report_calls()
+        if machine.saved is None:
+            calls += boot_calls(machine, rates=self._rates)
+        else:
+            calls += [load_call(), state_call(paused=False)]
+        for one in calls:
             await call(control, one, timeout_s=_CALL_S)
+
+    def save(
+        self, control: Path, target: int, *, memory: bool, also: Callable[[], None], limit_bytes: int, timeout_s: float
+    ) -> None:
+        asyncio.run(_save(control, also=also, timeout_s=timeout_s))
+
+    def go_on(self, control: Path, *, timeout_s: float) -> None:
+        asyncio.run(call(control, state_call(paused=False), timeout_s=timeout_s))
 
     async def ask_state(self, control: Path, *, timeout_s: float) -> str:
         answer = await call(control, describe_call(), timeout_s=timeout_s)
@@ -123,6 +139,42 @@ def check_version(version: str) -> None:
     if (major, minor, patch) < _MINIMUM.get((major, minor), max(_MINIMUM.values())):
         wanted = " or ".join(".".join(map(str, each)) for each in _MINIMUM.values())
         raise OSError(f"Firecracker {found[0]} has known holes: it has to be {wanted}, or newer")
+
+
+def _make_own(plan: Launch) -> list[Bind]:
+    """The folder of its socket, and its pipes."""
+    own = plan.root.parent
+    (own / DOOR).mkdir(mode=0o700)
+    os.chown(own / DOOR, plan.uid, plan.uid)
+    make_pipes(own, uid=plan.uid)
+    return [(plan.boot, "boot", False), (own / DOOR, "run", True), *((own / name, name, True) for name in PIPES)]
+
+
+def _saved_files(plan: Launch, machine: Machine) -> list[Bind]:
+    """Two empty files that it may save to, in a folder that is not its own; and those of the image that it goes on
+    from. These are others: what it maps is never written to."""
+    found: list[Bind] = []
+    if plan.saves is not None:
+        plan.saves.mkdir(mode=0o700, exist_ok=True)
+        for name, inside in ((STATE, STATE_FILE), (MEMORY, MEMORY_FILE)):
+            path = plan.saves / name
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            os.chown(path, plan.uid, plan.uid, follow_symlinks=False)
+            found.append((path, f"snapshot/{inside}", True))
+    if machine.saved is not None:
+        for path, inside in ((machine.saved, STATE_FILE), (machine.saved.parent / MEMORY, MEMORY_FILE)):
+            path.chmod(0o444)  # clones of it are other users; outside only root gets as far as the file
+            found.append((path, f"image/{inside}", False))
+    return found
+
+
+async def _save(control: Path, *, also: Callable[[], None], timeout_s: float) -> None:
+    await call(control, state_call(paused=True), timeout_s=timeout_s)
+    try:
+        await call(control, save_call(), timeout_s=timeout_s)
+        await asyncio.to_thread(also)
+    finally:
+        await call(control, state_call(paused=False), timeout_s=timeout_s)
 
 
 async def _enter(control: Path) -> str:

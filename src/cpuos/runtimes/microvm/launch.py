@@ -49,6 +49,8 @@ class Launch:
     kvm: bool = False
     memory: int | None = None
     """An open file, which it gets for the one path that it opens for writing."""
+    saves: Path | None = None
+    """A folder on the data volume, for a VMM that saves by itself."""
 
 
 def drive_numbers(count: int) -> range:

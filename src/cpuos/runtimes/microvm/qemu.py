@@ -28,6 +28,7 @@ _LOAD_S = 40.0
 
 class Qemu:
     name: ClassVar[str] = "qemu"
+    saves_files: ClassVar[bool] = False
 
     def __init__(self, *, kvm: bool, program: Path = Path("/usr/bin/qemu-system-x86_64")) -> None:
         self.kvm = kvm

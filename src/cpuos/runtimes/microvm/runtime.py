@@ -30,6 +30,7 @@ from cpuos.runtimes.microvm.launch import CONTROL, Launch, drive_numbers, guest_
 from cpuos.runtimes.microvm.probe import Prober, candidates
 from cpuos.runtimes.microvm.reports import Reports
 from cpuos.runtimes.microvm.saved import (
+    SAVES,
     STATE,
     Facts,
     kind_for,
@@ -121,7 +122,9 @@ class MicrovmRuntime:
     async def image_bytes(self, sandbox_id: str) -> int:
         running = self._found(sandbox_id, verb="save")
         layer = await asyncio.to_thread((running.spec.disk / ROOT_IMAGE).stat)
-        return (running.spec.memory_mib << 20) + layer.st_blocks * 512
+        vmm = await self._prober.vmm()
+        copies = 2 if vmm.saves_files else 1  # it writes a file of its own first
+        return copies * (running.spec.memory_mib << 20) + layer.st_blocks * 512
 
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
         running, vmm = self._found(sandbox_id, verb="save"), await self._prober.vmm()
@@ -296,6 +299,7 @@ class MicrovmRuntime:
             control=control,
             kvm=vmm.kvm,
             memory=memory,
+            saves=spec.workdir / SAVES,
         )
         return machine, plan
 

@@ -24,6 +24,8 @@ from cpuos.runtimes.microvm.memory import copy_file, copy_memory, held_memory, m
 from cpuos.runtimes.microvm.vmm import Memory, Vmm
 
 __all__ = [
+    "MEMORY",
+    "SAVES",
     "STATE",
     "Facts",
     "kind_for",
@@ -36,8 +38,10 @@ __all__ = [
     "write_facts",
 ]
 
-STATE = "state"
-_MEMORY, _LAYER, _SAVED, _FACTS = "ram", "layer.image", "machine.json", "vm.json"
+STATE, MEMORY = "state", "ram"
+SAVES = "saves"
+"""The folder of a machine, in that of its sandbox, that its VMM saves to, where it does so by itself."""
+_LAYER, _SAVED, _FACTS = "layer.image", "machine.json", "vm.json"
 # What the devices of a machine are: some hundred kB.
 _STATE_BYTES = 64 << 20
 # Many GiB of memory on a slow volume.
@@ -101,6 +105,9 @@ def save_machine(
     image: Path, vmm: Vmm, facts: Facts, *, control: Path, pidfd: int, spec: SandboxSpec, layer: Path
 ) -> None:
     """Memory, devices and the layer of one moment, in which the machine stands still."""
+    if vmm.saves_files:
+        _save_by_itself(image, vmm, facts, control=control, saves=spec.workdir / SAVES, layer=layer)
+        return
     as_file = facts.memory is Memory.SHARED
 
     def also() -> None:
@@ -108,7 +115,7 @@ def save_machine(
         if as_file:
             memory = held_memory(pidfd, size_mib=spec.memory_mib)
             try:
-                copy_memory(memory, image / _MEMORY)
+                copy_memory(memory, image / MEMORY)
             finally:
                 os.close(memory)
 
@@ -121,11 +128,20 @@ def save_machine(
     (image / _SAVED).write_text(json.dumps({"version": facts.version, "has_memory": as_file}))
 
 
+def _save_by_itself(image: Path, vmm: Vmm, facts: Facts, *, control: Path, saves: Path, layer: Path) -> None:
+    """It has written all when it goes on: what it wrote is a copy, and these files are the node's own."""
+    vmm.save(control, -1, memory=True, also=lambda: copy_file(layer, image / _LAYER), limit_bytes=0, timeout_s=_SAVE_S)
+    for name in (STATE, MEMORY):
+        copy_file(saves / name, image / name)
+        os.truncate(saves / name, 0)
+    (image / _SAVED).write_text(json.dumps({"version": facts.version, "has_memory": True}))
+
+
 def open_memory(size_mib: int, image: Path | None) -> int:
     """A file to be the memory: that of the image, for reading, or a new one."""
     if image is None:
         return make_memory(size_mib)
-    return os.open(image / _MEMORY, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    return os.open(image / MEMORY, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def save_layer(disk: Path, image: Path) -> None:

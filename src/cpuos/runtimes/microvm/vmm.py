@@ -59,6 +59,8 @@ class Machine:
 
 class Vmm(Protocol):
     name: ClassVar[str]
+    saves_files: ClassVar[bool]
+    """It writes state and memory by itself, to what it was given at its start: `Launch.saves`."""
     program: Path
     kvm: bool
 
