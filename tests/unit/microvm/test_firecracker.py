@@ -162,6 +162,7 @@ async def test_each_request_is_as_the_public_description_has_it(driver: MicrovmR
     assert arguments.endswith("--drives template,root,workspace")
     assert f"CPUOS_SANDBOX={ID} " in arguments.split(" -- ")[0]
     assert "console=" not in arguments
+    assert len(arguments) < 2048  # the most that it takes
     assert bodies["PUT /drives/template"]["is_read_only"] is True
     assert [bodies[f"PUT /drives/{name}"]["cache_type"] for name in ("root", "workspace")] == ["Writeback"] * 2
     assert bodies["PUT /drives/root"]["rate_limiter"] == {"bandwidth": {"size": 200 << 20, "refill_time": 1000}}
@@ -228,6 +229,24 @@ async def test_a_restarted_node_takes_it_over(
         assert again._running[ID].reports is not None
         os.kill(process.pid, 9)
         assert await asyncio.wait_for(again.wait(ID), 10) == "its machine stopped"
+    finally:
+        await again.destroy(ID)
+        await again.close()
+
+
+async def test_a_node_that_knows_it_no_more_keeps_it_running_and_says_so(
+    tmp_path: Path, driver: MicrovmRuntime, spec: SandboxSpec
+) -> None:
+    process = await driver.start(spec)
+    await driver.close()
+    folders = {"data_dir": tmp_path / "data", "state_dir": tmp_path / "state", "run_dir": tmp_path / "run"}
+    again = MicrovmRuntime(RuntimeHost(instance_id=INSTANCE, **folders))
+    try:
+        assert await again.adopt(spec, process)
+        with pytest.raises(PlatformError) as caught:
+            await again.checkpoint(ID, image=tmp_path / "image")
+        assert "runs in firecracker" in str(caught.value.why)
+        assert not (tmp_path / "image").exists()
     finally:
         await again.destroy(ID)
         await again.close()

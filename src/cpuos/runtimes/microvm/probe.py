@@ -95,6 +95,10 @@ class Prober:
         """The one to use."""
         return self._best(await self.findings())[0]
 
+    def named(self, name: str) -> Vmm | None:
+        """The one of this name, whatever was found of it: one that runs was begun by it."""
+        return next((vmm for vmm in self._vmms if vmm.name == name), None)
+
     async def findings(self) -> list[Finding]:
         """Of all candidates up to the first that works."""
         async with self._asking:

@@ -122,12 +122,12 @@ class MicrovmRuntime:
     async def image_bytes(self, sandbox_id: str) -> int:
         running = self._found(sandbox_id, verb="save")
         layer = await asyncio.to_thread((running.spec.disk / ROOT_IMAGE).stat)
-        vmm = await self._prober.vmm()
-        copies = 2 if vmm.saves_files else 1  # it writes a file of its own first
+        copies = 2 if self._vmm_of(running.facts).saves_files else 1  # it writes a file of its own first
         return copies * (running.spec.memory_mib << 20) + layer.st_blocks * 512
 
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
-        running, vmm = self._found(sandbox_id, verb="save"), await self._prober.vmm()
+        running = self._found(sandbox_id, verb="save")
+        vmm = self._vmm_of(running.facts)
         control = self._run_dir / sandbox_id / CONTROL
 
         def write() -> None:
@@ -155,10 +155,10 @@ class MicrovmRuntime:
             return False
         self._watch(spec, process, pidfd=pidfd, facts=facts)
         # A daemon that died while it saved this machine has left it standing still.
-        vmm = await self._prober.vmm()
         try:
+            vmm = self._vmm_of(facts)
             await asyncio.to_thread(vmm.go_on, self._run_dir / spec.id / CONTROL, timeout_s=_START_S)
-        except OSError as problem:
+        except (OSError, PlatformError) as problem:
             log.warning("machine not told to go on", sandbox=spec.id, why=str(problem))
         return True
 
@@ -348,6 +348,14 @@ class MicrovmRuntime:
         if running is None:
             raise _not_found(sandbox_id, verb=verb)
         return running
+
+    def _vmm_of(self, facts: Facts) -> Vmm:
+        """What runs this machine, which need not be what is begun now."""
+        name = facts.version.split(" ")[0]
+        vmm = self._prober.named(name)
+        if vmm is None:
+            raise PlatformError("cannot reach a microVM", f"it runs in {name}, which this node knows no more")
+        return vmm
 
     def _watch(self, spec: SandboxSpec, process: Process, *, pidfd: int, facts: Facts) -> None:
         loop = asyncio.get_running_loop()
