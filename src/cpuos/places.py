@@ -86,6 +86,11 @@ class Places:
         return self.server_state_dir / "ticket.key"
 
     @property
+    def users_made(self) -> Path:
+        """Set-up's note of the system users that it made, so that `uninstall` removes no others."""
+        return self.data_dir / "users-made.txt"
+
+    @property
     def keys_handed_over(self) -> Path:
         """Root's note of the files that `up` wrote a key to, so that `uninstall` takes no other installation's key."""
         return self.state_dir / "keys-handed-over.json"

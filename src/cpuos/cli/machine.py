@@ -254,21 +254,28 @@ def uninstall(
 ) -> None:
     """Stop cpuOS and remove what it made here.
 
-    Without --purge the data directory stays, for another `cpuos up`.
+    Without --purge the data directory and the `cpuos` command stay, for another `cpuos up`. What cannot be removed is
+    told at the end, with the reason, and keeps nothing else. What belongs to another installation stays.
     """
     require_server_parts()
     from cpuos import services
 
     output = current_output(ctx)
     with output.working("removing"):
-        removed = services.uninstall(purge=purge)
+        done = services.uninstall(purge=purge)
+    failed = any(left.is_failure for left in done.left)
     if output.json:
-        output.data({"removed": removed})
-        return
-    for thing in removed:
-        output.line(thing)
-    if not purge:
-        output.progress(f"data and caches stay; to remove them too: {as_root('cpuos uninstall --purge')}")
+        output.data(dataclasses.asdict(done))
+    else:
+        for thing in done.removed:
+            output.line(thing)
+        for left in done.left:
+            for line in (f"stays: {left.what}", left.why, f"try: {runnable(left.hint)}"):
+                output.progress(line)
+        if not purge:
+            output.progress(f"data and caches stay; to remove them too: {as_root('cpuos uninstall --purge')}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _progress(output: Output) -> Progress:

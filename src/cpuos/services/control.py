@@ -18,14 +18,15 @@ from cpuos.services.credentials import credentials_path, hand_over_key, read_cre
 from cpuos.services.directories import make_directories
 from cpuos.services.groups import kill_sandbox_processes, running_sandboxes
 from cpuos.services.health import ask, part_answers
+from cpuos.services.ownership import claim_run_dir, require_free_ports, require_own_run_dir
 from cpuos.services.parts import PARTS
 from cpuos.services.processes import find_process, kill_process
 from cpuos.services.record import Record, read_record, record_path
 from cpuos.services.supervisor import STOP_GRACE_S
-from cpuos.settings import Settings, load_settings, read_endpoint
+from cpuos.settings import DEFAULT_RUN_DIR, Settings, load_settings, read_endpoint
 from cpuos.setup.engine import set_up
 from cpuos.setup.progress import Progress, QuietProgress
-from cpuos.setup.source import environment_path
+from cpuos.setup.source import LINK, environment_path, link_command
 from cpuos.setup.steps import all_steps
 
 __all__ = ["Instance", "Stopped", "down", "pause_sandboxes", "up"]
@@ -77,13 +78,17 @@ def up(
     """
     settings = settings or load_settings()
     _require_root("start cpuOS", "sudo cpuos up")
+    require_own_run_dir(settings, verb="up")
     environment = environment_path(settings)
     if prepare:
         set_up(settings, all_steps(), progress=progress, hint="cpuos up", environment=environment)
+    if settings.run_dir == DEFAULT_RUN_DIR and (other := link_command(settings)):
+        progress.line(f"kept {LINK}, the command of another installation, {other}")
     python = environment / "bin" / "python"
     if not python.exists():
         raise SetupRequired("cannot start cpuOS: it is not set up", f"there is no {python}", hint="cpuos setup")
     make_directories(settings)
+    claim_run_dir(settings)
     with _one_at_a_time(settings):
         record = read_record(settings)
         if record and record.is_supervised and _is_of(record, settings, python):
@@ -93,6 +98,8 @@ def up(
         else:
             if record and not _is_of(record, settings, python):
                 _stop(record)
+            if not any(part_answers(part.name, settings) for part in PARTS):
+                require_free_ports(settings)
             _start(settings, python)
             started = True
         if started:
@@ -123,6 +130,7 @@ def down(
     _require_root("stop cpuOS", "sudo cpuos down")
     if not settings.run_dir.is_dir():
         return Stopped(was_running=False)
+    require_own_run_dir(settings, verb="down")
     with _one_at_a_time(settings):
         record = read_record(settings)
         paused, left = pause_sandboxes(settings, limit_s=pause_s) if pause else ([], {})

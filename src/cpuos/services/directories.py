@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from cpuos.errors import SetupRequired
+from cpuos.services.ownership import claim_run_dir, require_own_run_dir
 from cpuos.settings import Settings, load_settings
 from cpuos.setup.users import GROUP, USERS
 
@@ -67,4 +68,6 @@ def _require_way(path: Path) -> None:
 
 
 if __name__ == "__main__":  # ExecStartPre of the node's unit
-    make_directories(load_settings())
+    require_own_run_dir(found := load_settings(), verb="up")
+    make_directories(found)
+    claim_run_dir(found)

@@ -22,6 +22,8 @@ __all__ = [
     "environment_is_current",
     "environment_path",
     "install_environment",
+    "is_own_command",
+    "link_command",
     "readable_python",
     "source_hash",
     "source_tree",
@@ -64,9 +66,24 @@ def install_environment(host: Host) -> None:
     else:
         _install_package(host, tree)
     _link(settings.venv_dir / "current", target)
-    if settings.run_dir == DEFAULT_RUN_DIR:
-        _link(LINK, settings.venv_dir / "current" / "bin" / "cpuos")
+    if settings.run_dir == DEFAULT_RUN_DIR and (other := link_command(settings)):
+        host.note(f"kept {LINK}: it is the command of another installation, {other}")
     _remove_old_environments(settings, current=target)
+
+
+def link_command(settings: Settings) -> Path | None:
+    """Have the `cpuos` command of this machine lead here, unless it is that of another installation: returns that."""
+    ours = settings.venv_dir / "current" / "bin" / "cpuos"
+    if LINK.exists() and not is_own_command(settings):
+        return LINK.resolve()
+    if ours.exists() and not _leads_to(LINK, ours):
+        _link(LINK, ours)
+    return None
+
+
+def is_own_command(settings: Settings) -> bool:
+    """Whether the `cpuos` command of this machine leads into this data directory."""
+    return LINK.is_symlink() and LINK.readlink().is_relative_to(settings.venv_dir)
 
 
 def _install_package(host: Host, tree: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,12 +13,25 @@ __all__ = ["is_below", "mount_points", "remove_tree"]
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, if it is there; refuses while something is mounted below it, for that would be emptied too."""
+    """Remove a folder, if it is there; refuses while something is mounted below it, for that would be emptied too.
+
+    What cannot be removed does not keep the rest; it is told at the end.
+    """
     left = [point for point in mount_points() if is_below(point, os.path.realpath(folder))]
     if left:
         raise Conflict(f"cannot remove {folder}", f"still mounted: {', '.join(left)}", hint=f"umount {left[0]}")
+    failed: list[tuple[str, OSError]] = []
+
+    def note(action: object, path: str, info: tuple[type[BaseException], BaseException, object]) -> None:
+        if isinstance(info[1], OSError) and not isinstance(info[1], FileNotFoundError):
+            failed.append((path, info[1]))
+
     if folder.exists():
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, onerror=note)
+    if failed:
+        path, error = failed[0]
+        hint = f"ls -la {shlex.quote(os.path.dirname(path))}"
+        raise Conflict(f"cannot remove {folder}", f"{path} stays: {error.strerror or error}", hint=hint)
 
 
 def mount_points() -> list[str]:

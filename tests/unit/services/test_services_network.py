@@ -39,7 +39,7 @@ def network_of(sealed, settings: Settings) -> tuple[bool, bool, bool]:
 
 def test_uninstall_removes_link_route_and_table(sealed, settings):
     assert network_of(sealed, settings) == (True, True, True)
-    removed = sealed.in_host(lambda: uninstall(settings, uid=0))
+    removed = sealed.in_host(lambda: uninstall(settings, uid=0)).removed
     assert network_of(sealed, settings) == (False, False, False)
     assert not settings.run_dir.exists()
     assert f"mount {settings.run_dir}/netns/hub" in removed
@@ -65,7 +65,7 @@ def test_of_an_uplink_in_user_space_nothing_is_ever_there(sealed, tmp_path, keep
         os.close(device)
         listener.close()
     sealed.in_host(lambda: down(made, keep_sandboxes=keep, uid=0))
-    removed = sealed.in_host(lambda: uninstall(made, uid=0))
+    removed = sealed.in_host(lambda: uninstall(made, uid=0)).removed
     assert [sealed.run_in_host(words.split()).stdout for words in _LISTINGS] == before
     assert not made.run_dir.exists()
     assert f"mount {made.run_dir}/netns/hub" in removed or not keep
