@@ -64,14 +64,28 @@ def _write_bundle(bundle: Path, *, program: Path) -> None:
     spec = {
         "ociVersion": "1.2.0",
         "process": {"user": {"uid": 0, "gid": 0}, "args": ["/probe/runsc", "--version"], "cwd": "/", "env": ["HOME=/"]},
-        "root": {"path": str(bundle / "rootfs"), "readonly": True},
+        # Read-only would be a second mount of it, and that is refused where the first one has flags, as /run has.
+        "root": {"path": str(bundle / "rootfs"), "readonly": False},
         "mounts": [
             {"destination": "/proc", "type": "proc", "source": "proc"},
-            {"destination": "/probe", "type": "bind", "source": str(program.parent), "options": ["ro", "rbind"]},
+            {
+                "destination": "/probe",
+                "type": "bind",
+                "source": str(program.parent),
+                "options": ["ro", "rbind", *_locked_flags(program)],
+            },
         ],
         "linux": {"namespaces": [{"type": kind} for kind in ("pid", "ipc", "uts", "mount", "network")]},
     }
     (bundle / "config.json").write_text(json.dumps(spec))
+
+
+def _locked_flags(place: Path) -> list[str]:
+    """Flags of the mount that it lies in. A sandbox has a user namespace of its own, in which the kernel lets none of
+    them go (mount_namespaces(7)): a mount that does not ask for them is refused."""
+    flags = os.statvfs(place).f_flag
+    names = {os.ST_NOSUID: "nosuid", os.ST_NODEV: "nodev", os.ST_NOEXEC: "noexec"}
+    return [name for flag, name in names.items() if flags & flag]
 
 
 async def _clean_up(runsc: Runsc, *, name: str, bundle: Path) -> None:
