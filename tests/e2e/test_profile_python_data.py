@@ -111,6 +111,14 @@ def test_no_values_are_invented(folder: Path, printed: str) -> None:
     assert evidence["notes"][0].startswith("no values")
 
 
+def test_what_lies_beside_out_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, evidence = run(folder, "open('chart.png', 'w').close()\nprint('{}')", "--cpu", "1", "--memory", "512MiB")
+    assert code == 0
+    assert evidence["notes"] == ["not brought back: chart.png, for only what lies below out/ is: write out/chart.png"]
+    assert evidence["notes"][0] in capsys.readouterr().err
+    assert evidence["host"]["sandbox"]["memory_mib"] == 512
+
+
 def test_a_lost_sandbox_is_evidence(folder: Path, instance: Instance) -> None:
     ended_at: list[float] = []
 

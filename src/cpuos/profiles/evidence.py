@@ -11,12 +11,13 @@ evidence/
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import mimetypes
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from enum import StrEnum
@@ -81,6 +82,7 @@ class SandboxEvidence(_Part):
     runtime: str
     isolation: str
     isolation_detail: str
+    memory_mib: int
 
 
 class CommandEvidence(_Part):
@@ -168,10 +170,11 @@ def read_values(text: str, *, limit: int) -> dict[str, Any]:
 
 
 @contextmanager
-def evidence_folder(target: Path) -> Iterator[Path]:
+def evidence_folder(target: Path, *, tell: Callable[[str], None] = lambda text: None) -> Iterator[Path]:
     """A folder to fill beside `target`; it takes the target's place at the end, or vanishes on an exception.
 
-    An earlier evidence folder is replaced; anything else that is in the way is refused before work starts.
+    An earlier evidence folder is kept under a name with its time; anything else that is in the way is refused before
+    work starts.
     """
     target = Path(os.path.abspath(target))
     _check_target(target)
@@ -181,24 +184,40 @@ def evidence_folder(target: Path) -> Iterator[Path]:
         yield draft
         draft.chmod(0o755)
         _check_target(target)
-        if target.exists():
-            shutil.rmtree(target)
-        draft.rename(target)
+        if target.exists() and any(target.iterdir()):
+            kept = _name_with_time(target)
+            target.rename(kept)
+            tell(f"kept the earlier {target.name} as {kept.name}")
+        draft.rename(target)  # an empty folder gives way
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _name_with_time(folder: Path) -> Path:
+    """A free name beside it, with the time at which its evidence was written."""
+    written = datetime.fromtimestamp((folder / "evidence.json").stat().st_mtime)
+    name = f"{folder.name}-{written:%Y%m%d-%H%M%S}"
+    names = (folder.with_name(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(path for path in names if not os.path.lexists(path))
 
 
 def _check_target(target: Path) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise InvalidRequest(
-            f"cannot write evidence to: {target}", "it is there already and no folder", hint="--out another-folder"
+            f"cannot write evidence to: {target}", "it is there already and no folder", hint=_another(target)
         )
     if target.is_dir() and any(target.iterdir()) and not _is_evidence(target):
         raise InvalidRequest(
             f"cannot write evidence to: {target}",
             "the folder has files of something else, which are not overwritten",
-            hint=f"--out {target.name}-2",
+            hint=_another(target),
         )
+
+
+def _another(target: Path) -> str:
+    names = (target.with_name(f"{target.name}-{number}") for number in itertools.count(2))
+    free = next(path for path in names if not os.path.lexists(path))
+    return f"--out {os.path.relpath(free)}"
 
 
 def _is_evidence(folder: Path) -> bool:

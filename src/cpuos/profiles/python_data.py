@@ -7,6 +7,7 @@ last line of its stdout where that is a JSON object; a script without either has
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = ["run"]
 
 _WORKSPACE = "/workspace"
 _OUT = f"{_WORKSPACE}/out"
+_SHOWN_NAMES = 3
 
 
 class _Values(NamedTuple):
@@ -51,6 +53,8 @@ def run(
     template: str | None = None,
     runtime: str | None = None,
     allow_emulated: bool | None = None,
+    cpu: int | None = None,
+    memory: str | int | None = None,
     timeout_s: float | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Evidence:
@@ -61,12 +65,12 @@ def run(
     described = _describe_inputs(inputs, script)
     timeout_s = profile.limits.timeout_s if timeout_s is None else timeout_s
     template = profile.template if template is None else template
-    with evidence_folder(out) as folder:
+    with evidence_folder(out, tell=on_progress) as folder:
         on_progress(f"creating a sandbox from {template}")
         sandbox = Sandbox.create(
             template,
-            cpu=profile.limits.cpu,
-            memory=profile.limits.memory_mib,
+            cpu=profile.limits.cpu if cpu is None else cpu,
+            memory=profile.limits.memory_mib if memory is None else memory,
             disk=profile.limits.disk_mib,
             runtime=runtime,
             allow_emulated=allow_emulated,
@@ -75,7 +79,8 @@ def run(
             labels={"profile": profile.name},
         )
         with sandbox:
-            on_progress(f"{sandbox.id}: {sandbox.isolation}, uploading {len(inputs)} input(s) and {script.name}")
+            names = " and ".join([*(path.name for path in inputs), script.name])
+            on_progress(f"{sandbox.id}: {sandbox.isolation}, uploading {names}")
             for path in (*inputs, script):
                 sandbox.files.upload(path, f"{_WORKSPACE}/{path.name}")
             sandbox.files.mkdir(_OUT)
@@ -92,12 +97,14 @@ def _describe_inputs(inputs: Sequence[Path], script: Path) -> tuple[list[FileEvi
     seen = {"out"}
     for path in (*inputs, script):
         if not path.is_file():
-            raise InvalidRequest(f"cannot read file: {path}", "there is no such file", hint=f"ls -l {path.parent}")
+            why = "it is a folder; one file is needed here" if path.is_dir() else "there is no such file"
+            place = shlex.quote(str(path if path.is_dir() else path.parent))
+            raise InvalidRequest(f"cannot read file: {path}", why, hint=f"ls -l {place}")
         if path.name in seen:
             raise InvalidRequest(
                 f"cannot upload file: {path}",
                 f"inputs and script lie side by side in {_WORKSPACE}, where {path.name!r} is taken",
-                hint=f"cp {path} other-{path.name}",
+                hint=shlex.join(["cp", str(path), str(path.with_name(f"other-{path.name}"))]),
             )
         seen.add(path.name)
     return [describe_file(path) for path in inputs], describe_file(script)
@@ -119,26 +126,28 @@ def _run_script(
 ) -> Evidence:
     """Run and collect. From here on what goes wrong in cpuOS or in the sandbox is evidence, not an exception."""
     environment = {"CPUOS_OUT": _OUT, "MPLBACKEND": "Agg", "PYTHONUNBUFFERED": "1"}
+    inputs, script = described
     reason = ""
+    notes: list[str] = []
     result = None
     record = None
     try:
         result = sandbox.exec(argv, cwd=_WORKSPACE, env=environment, timeout=timeout_s)
-        reason = "" if result.ok else _why_failed(result)
+        reason = "" if result.ok else _why_failed(result, memory_mib=sandbox.info.memory_mib)
         (folder / "stdout.txt").write_bytes(result.stdout_raw)
         (folder / "stderr.txt").write_bytes(result.stderr_raw)
         record = sandbox.commands.get(result.command_id).info
         _download_artifacts(profile, sandbox, folder / "artifacts")
+        notes = _lying_beside(sandbox, {described.name for described in (*inputs, script)})
     except CpuosError as error:
         reason = reason or f"{error.what}: {error.why}"
     (folder / "artifacts").mkdir(exist_ok=True)
     values = _collect_values(profile, folder / "artifacts", result.stdout if result else "")
-    inputs, script = described
     return Evidence(
         profile=profile.name,
         status=EvidenceStatus.FAILED if reason else EvidenceStatus.SUCCEEDED,
         reason=reason,
-        notes=values.notes,
+        notes=[*notes, *values.notes],
         host=HostEvidence(
             sandbox=_describe_sandbox(sandbox),
             inputs=inputs,
@@ -155,11 +164,13 @@ def _run_script(
     )
 
 
-def _why_failed(result: Result) -> str:
+def _why_failed(result: Result, *, memory_mib: int) -> str:
     if result.status == "exited":
         return f"the script ended with exit code {result.exit_code}"
     if result.status == "timed_out":
         return f"the script ran over its time and was killed after {result.duration_s:.0f} s"
+    if result.status == "oom_killed":
+        return f"the script ran out of the sandbox's memory of {memory_mib} MiB after {result.duration_s:.0f} s"
     return f"the script ended as {result.status}" + (f": {result.reason}" if result.reason else "")
 
 
@@ -175,6 +186,16 @@ def _download_artifacts(profile: Profile, sandbox: Sandbox, target: Path) -> Non
             hint="write fewer or smaller files below out/",
         )
     sandbox.files.download(_OUT, target)
+
+
+def _lying_beside(sandbox: Sandbox, ours: set[str]) -> list[str]:
+    """What the script wrote beside out/ does not come back: most often by mistake."""
+    entries = [entry for entry in sandbox.files.list(_WORKSPACE) if entry.kind == "file"]
+    names = [name for entry in entries if (name := entry.path.rpartition("/")[2]) not in ours]
+    if not names:
+        return []
+    shown = ", ".join(names[:_SHOWN_NAMES]) + (" and more" if len(names) > _SHOWN_NAMES else "")
+    return [f"not brought back: {shown}, for only what lies below out/ is: write out/{names[0]}"]
 
 
 def _collect_values(profile: Profile, artifacts: Path, stdout: str) -> _Values:
@@ -206,6 +227,7 @@ def _describe_sandbox(sandbox: Sandbox) -> SandboxEvidence:
         runtime=info.runtime,
         isolation=info.isolation or "none",
         isolation_detail=info.isolation_detail,
+        memory_mib=info.memory_mib,
     )
 
 

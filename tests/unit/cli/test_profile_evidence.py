@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,18 +50,24 @@ def test_file_is_described(tmp_path: Path) -> None:
     assert described.sha256.startswith("ba7816bf")
 
 
-def _write(folder: Path, text: str) -> None:
-    with evidence_folder(folder) as draft:
+def _write(folder: Path, text: str, **options: Callable[[str], None]) -> None:
+    with evidence_folder(folder, **options) as draft:
         (draft / "evidence.json").write_text(json.dumps({"schema_version": "cpuos.evidence/1", "text": text}))
 
 
-def test_an_earlier_evidence_is_replaced_whole(tmp_path: Path) -> None:
+def test_an_earlier_evidence_is_kept_whole_with_its_time(tmp_path: Path) -> None:
     target = tmp_path / "evidence"
-    _write(target, "one")
-    (target / "extra").write_text("x")
-    _write(target, "two")
-    assert [path.name for path in target.iterdir()] == ["evidence.json"]
-    assert [path.name for path in tmp_path.iterdir()] == ["evidence"]
+    told: list[str] = []
+    for text in ("one", "two", "three"):
+        _write(target, text, tell=told.append)
+        (target / "notes.md").write_text(f"mine, of {text}")
+        os.utime(target / "evidence.json", (1_700_000_000, 1_700_000_000))
+    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(1_700_000_000))
+    kept = [f"evidence-{when}", f"evidence-{when}-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evidence", *kept]
+    assert [(tmp_path / name / "notes.md").read_text() for name in kept] == ["mine, of one", "mine, of two"]
+    assert json.loads((target / "evidence.json").read_text())["text"] == "three"
+    assert told == [f"kept the earlier evidence as {name}" for name in kept]
 
 
 def test_a_failure_leaves_the_earlier_one(tmp_path: Path) -> None:
@@ -77,8 +86,9 @@ def test_other_peoples_folders_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "precious")
     for name in ("precious", "file", "link"):
-        with pytest.raises(InvalidRequest, match="cannot write evidence"):
+        with pytest.raises(InvalidRequest, match="cannot write evidence") as refused:
             _write(tmp_path / name, "one")
+        assert refused.value.hint == f"--out {os.path.relpath(tmp_path / name)}-2", "beside it, from wherever it is run"
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "x"
 
 
