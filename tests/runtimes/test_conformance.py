@@ -33,6 +33,21 @@ class TestMicrovmConformance(SandboxConformance):
         return microvm_instance.client()
 
 
+@pytest.mark.microvm
+@pytest.mark.slow
+class TestMicrovmLifecycle(LifecycleConformance):
+    """A machine starts in seconds where it is emulated: what is in the short lane of these is in tests/e2e."""
+
+    @pytest.fixture
+    def host(self, microvm_instance: Instance) -> Instance:
+        return microvm_instance
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def client(cls, microvm_instance: Instance) -> Client:
+        return microvm_instance.client()
+
+
 class TestFakeConformance(SandboxConformance):
     """The fake runs commands as plain processes of this machine: what isolation and users give, it cannot."""
 

@@ -2,7 +2,7 @@
 
     snapshots/<name>/manifest.json    what it is, and of what it was made
     snapshots/<name>/manifest.mac     proof that this node wrote the manifest
-    snapshots/<name>/digests.json     sha256 of each file of memory/ and root/, with its own proof; later than the rest
+    snapshots/<name>/digests.json     digest of each file of memory/ and root/, with its own proof; later than the rest
     snapshots/<name>/memory/          processes, by the runtime
     snapshots/<name>/root/            files outside of /workspace, by the runtime
     snapshots/<name>/disk.img         /workspace; disk.json says who wrote its blocks
@@ -18,6 +18,7 @@ An image is made below `.part-<name>` and is there once that is renamed. None is
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -26,7 +27,7 @@ import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -45,6 +46,8 @@ log = structlog.get_logger("cpuos.node")
 _NAME = re.compile(rf"(pause-|root-)?({SANDBOX_ID_PATTERN[1:-1]})")
 _PART, _TRASH = ".part-", ".trash-"
 _KEY_BYTES = 32
+_SPARSE = "sparse"
+_BLOCK = 64 << 10
 # What is in the folder of an image.
 AGENT, DISK, MEMORY, ROOT = "agent", "disk.img", "memory", "root"
 _HASHED = (MEMORY, ROOT)
@@ -192,7 +195,8 @@ class ImageStore:
         folder = self.path(name)
         try:
             if not (folder / "digests.json").exists():
-                text = json.dumps({"name": name, "files": self._digests(name, _HASHED)}).encode()
+                files = self._digests(name, _HASHED, digest=_sparse_digest)
+                text = json.dumps({"name": name, "way": _SPARSE, "files": files}).encode()
                 whole = json.dumps({"text": text.decode(), "mac": self._sign(b"digests", text)})
                 draft = folder / "digests.part"
                 draft.write_text(whole)
@@ -215,7 +219,7 @@ class ImageStore:
         known = json.loads(text)
         if known["name"] != name:
             raise _damaged(name, f"its digests are those of {known['name']}")
-        found = self._digests(name, folders)
+        found = self._digests(name, folders, digest=_sparse_digest if known.get("way") == _SPARSE else _sha256)
         saved = {file: digest for file, digest in known["files"].items() if file.split("/")[0] in folders}
         for file in sorted(saved.keys() | found.keys()):
             if saved.get(file) != found.get(file):
@@ -298,10 +302,10 @@ class ImageStore:
                 f"cannot delete snapshot: {name}", "a sandbox is being created from it", code="snapshot_in_use"
             )
 
-    def _digests(self, name: str, folders: Sequence[str]) -> dict[str, str]:
+    def _digests(self, name: str, folders: Sequence[str], *, digest: Callable[[Path], str]) -> dict[str, str]:
         image = self.path(name)
         files = [path for folder in folders for path in _files(image / folder)]
-        return {str(path.relative_to(image)): _sha256(path) for path in files}
+        return {str(path.relative_to(image)): digest(path) for path in files}
 
     def _sign(self, domain: bytes, text: bytes) -> str:
         return hmac.new(self._key, b"cpuos-image-" + domain + b"-v1\n" + text, hashlib.sha256).hexdigest()
@@ -340,6 +344,29 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sparse_digest(path: Path) -> str:
+    """sha256 of its size and of each block that is not zero, with its place: memory and disks of a machine are large,
+    and hold little. Where the volume keeps holes makes no difference."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest, nothing, end = hashlib.sha256(size.to_bytes(8, "big")), bytes(_BLOCK), 0
+        while end < size:
+            try:
+                start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            except OSError as problem:
+                if problem.errno == errno.ENXIO:  # a hole until the end
+                    break
+                raise
+            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            end = min(size, -(-end // _BLOCK) * _BLOCK)
+            for offset in range(start // _BLOCK * _BLOCK, end, _BLOCK):
+                block = os.pread(file.fileno(), _BLOCK, offset)
+                if block != nothing[: len(block)]:
+                    digest.update(offset.to_bytes(8, "big"))
+                    digest.update(block)
+        return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -19,7 +19,7 @@ from cpuos.node.refusals import could_not, incompatible
 from cpuos.node.saving import check_room_to_restore, manifest_of, needs, save_steps
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
 from cpuos.node.usage import usage_of
-from cpuos.runtimes.base import Process
+from cpuos.runtimes.base import Capability, Process
 from cpuos.types.node import NodeResume, Restored, SandboxFacts
 
 __all__ = ["Pausing"]
@@ -94,7 +94,10 @@ class Pausing:
             record = self._ledger.running(sandbox_id, generation=generation)
             if record.unsettled:
                 await self._ledger.keep(record.becomes(Stage.RUNNING, unsettled=False, told=False, memory_stale=False))
-                await asyncio.to_thread(self._keep_root, sandbox_id)
+                if Capability.OWN_KERNEL in self._kit.runtime_of(record).capabilities:  # its layer is on its disk
+                    await asyncio.to_thread(self._kit.assembly.images.discard, pause_name(sandbox_id))
+                else:
+                    await asyncio.to_thread(self._keep_root, sandbox_id)
 
     def _keep_root(self, sandbox_id: str) -> None:
         images, pause, name = self._kit.assembly.images, pause_name(sandbox_id), root_name(sandbox_id)

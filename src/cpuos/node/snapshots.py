@@ -14,7 +14,7 @@ from cpuos.node.kit import Kit
 from cpuos.node.refusals import could_not
 from cpuos.node.saving import manifest_of, needs, save_steps
 from cpuos.node.steps import Step, UndoFailed, run_steps
-from cpuos.runtimes.base import Capability
+from cpuos.runtimes.base import Capability, Runtime
 from cpuos.types.node import NodeSnapshotCreate, SnapshotFacts
 
 __all__ = ["Snapshots"]
@@ -88,10 +88,9 @@ class Snapshots:
         runtime = self._kit.runtime_of(record)
         if request.memory:
             needs(runtime, "save", record.id)
-            if request.freeze is None:
-                raise InvalidRequest(
-                    f"cannot save sandbox: {record.id}", "its processes are saved only while they are frozen"
-                )
+        if request.freeze is None and (request.memory or Capability.OWN_KERNEL in runtime.capabilities):
+            why = "its processes, and the disks of a kernel of its own, are saved only while they are frozen"
+            raise InvalidRequest(f"cannot save sandbox: {record.id}", why)
         saving = record.becomes(Stage.SAVING, changed_at=self._ledger.clock())
         if request.freeze is not None:
             saving = saving.becomes(
@@ -134,25 +133,43 @@ class Snapshots:
     async def _copy_dead(self, record: Record, request: NodeSnapshotCreate) -> None:
         if request.memory:
             raise InvalidRequest(f"cannot save sandbox: {record.id}", "it died, and its processes with it")
-        name, now = root_name(record.id), self._ledger.clock()
-        manifest = manifest_of(record, name=request.snapshot, runtime=self._kit.runtime_of(record), now=now, freeze="")
+        name, now, runtime = root_name(record.id), self._ledger.clock(), self._kit.runtime_of(record)
+        manifest = manifest_of(record, name=request.snapshot, runtime=runtime, now=now, freeze="")
+        if Capability.OWN_KERNEL in runtime.capabilities:  # its layer is as it was when it died
+            manifest = manifest.model_copy(update={"root_at": record.changed_at})
+            await self._copy(record, manifest, of=name, folders=[], dead=runtime)
+            return
         if await asyncio.to_thread(self._images.has, name):
             saved = await asyncio.to_thread(self._images.read, name)
             manifest = manifest.model_copy(update={"root_at": saved.created_at})
         await self._copy(record, manifest, of=name, folders=[ROOT], leave=True)
 
     async def _copy(
-        self, record: Record, manifest: Manifest, *, of: str, folders: list[str], leave: bool = False
+        self,
+        record: Record,
+        manifest: Manifest,
+        *,
+        of: str,
+        folders: list[str],
+        leave: bool = False,
+        dead: Runtime | None = None,
     ) -> None:
-        """The files of an image are never changed: they get a second name; with `leave` the disk too."""
-        name = manifest.name
+        """The files of an image are never changed: they get a second name; with `leave` the disk too. `dead`: whose the
+        disk was, with the root's layer on it."""
+        name, assembly = manifest.name, self._kit.assembly
+
+        async def save_root() -> None:
+            if dead is not None:
+                await dead.save_dead_root(assembly.disks.path(record.id), image=self._images.part(name) / ROOT)
+
         steps = [
             Step(
                 name="begin",
                 do=lambda: asyncio.to_thread(self._images.link, of, name, folders),
                 undo=lambda: asyncio.to_thread(self._images.discard, name),
             ),
-            self._disk_step(record, name, leave=leave),
+            *([Step(name="root", do=save_root)] if dead is not None else []),
+            self._disk_step(record, name, leave=leave or dead is not None),
             Step(name="commit", do=lambda: asyncio.to_thread(self._images.commit, manifest)),
         ]
         await self._in_steps(record, steps)

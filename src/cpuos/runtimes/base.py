@@ -231,6 +231,12 @@ class Runtime(Protocol):
         `image`."""
         ...
 
+    # with Capability.FILESYSTEM_CHECKPOINT and Capability.OWN_KERNEL
+
+    async def save_dead_root(self, disk: Path, *, image: Path) -> None:
+        """As `save_root`, of a sandbox that died and left this disk: as it was then."""
+        ...
+
     async def leftovers(self) -> list[str]:
         """Ids of all sandboxes that this runtime finds on the host, also those it did not start itself."""
         ...

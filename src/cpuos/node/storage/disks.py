@@ -37,7 +37,7 @@ from cpuos.node.storage.folders import (
     wait_released,
 )
 from cpuos.node.storage.geometry import geometry_for
-from cpuos.node.storage.handed import ROOT_IMAGE, make_handed, taken_bytes
+from cpuos.node.storage.handed import ROOT_IMAGE, make_handed, sync_handed, taken_bytes
 from cpuos.node.storage.image import MKFS, hold_blocks, make_image, read_identity
 from cpuos.node.storage.loop import loops_below
 from cpuos.node.storage.room import promised
@@ -151,6 +151,12 @@ class DiskStore:
 
     async def sync(self, sandbox_id: str) -> None:
         """All that was written to it is on the volume when this returns."""
+        if self._is_handed(sandbox_id):
+            try:
+                await asyncio.to_thread(sync_handed, self.path(sandbox_id))
+            except OSError as problem:
+                raise _failure("sync", sandbox_id, problem) from problem
+            return
         await asyncio.to_thread(self._on_workspace, "sync", sandbox_id, sync_all)
 
     async def thaw(self, sandbox_id: str) -> None:

@@ -16,7 +16,7 @@ from cpuos.node.storage.copying import copy_image
 from cpuos.node.storage.folders import prepare_folder
 from cpuos.node.storage.image import make_image
 
-__all__ = ["ROOT_IMAGE", "make_handed", "taken_bytes"]
+__all__ = ["ROOT_IMAGE", "make_handed", "sync_handed", "taken_bytes"]
 
 ROOT_IMAGE = "root.image"
 _ROOT, _USER = 0, 1000
@@ -39,6 +39,16 @@ async def make_handed(folder: Path, *, size_mib: int, image: Path | None) -> Non
 def taken_bytes(folder: Path) -> int:
     """What the images take of the volume; what is free in them only the guest knows."""
     return sum(os.lstat(folder / name).st_blocks * 512 for name in ("image", ROOT_IMAGE))
+
+
+def sync_handed(folder: Path) -> None:
+    """What their VMM has written is on the volume; nothing of it is looked at."""
+    for name in ("image", ROOT_IMAGE):
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _copy(image: Path, target: Path) -> None:

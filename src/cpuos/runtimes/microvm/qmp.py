@@ -60,7 +60,8 @@ class Qmp:
     def until(self, command: str, key: str, values: frozenset[str]) -> str:
         """Ask again and again, until what it says is one of these."""
         while True:
-            said = str(self(command).get(key, ""))
+            answer = self(command)
+            said = str(answer.get(key, "")) if isinstance(answer, dict) else ""
             if said in values:
                 return said
             if time.monotonic() > self.deadline:
@@ -77,8 +78,11 @@ class Qmp:
                     raise OSError(str(message["error"].get("desc", "it refused"))[:500])
                 if key in message:
                     return message[key]
-            except (ValueError, TypeError, AttributeError) as problem:
+                message["event"]
+            except (ValueError, KeyError, TypeError, AttributeError) as problem:
                 raise OSError(f"it answered something else: {line[:100]!r}") from problem
+            if time.monotonic() > self.deadline:
+                raise OSError("it tells of events without end")
 
     def _line(self) -> bytes:
         while b"\n" not in self._rest:
@@ -119,7 +123,7 @@ def save_state(qmp: Qmp, target: int, *, memory: bool, limit_bytes: int) -> None
     finally:
         os.close(read)
     if qmp.until("query-migrate", "status", frozenset({"completed", "failed", "cancelled"})) != "completed":
-        raise OSError(str(qmp("query-migrate").get("error-desc", "it could not be saved"))[:500])
+        raise OSError("it could not be saved")
 
 
 def load_state(path: Path, saved: Path, *, memory: bool, timeout_s: float) -> None:

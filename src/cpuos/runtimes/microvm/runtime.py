@@ -141,6 +141,9 @@ class MicrovmRuntime:
         disk = self._found(sandbox_id, verb="save").spec.disk / ROOT_IMAGE
         await asyncio.to_thread(save, sandbox_id, image, lambda: save_layer(disk, image))
 
+    async def save_dead_root(self, disk: Path, *, image: Path) -> None:
+        await asyncio.to_thread(save, disk.name, image, lambda: save_layer(disk / ROOT_IMAGE, image))
+
     async def adopt(self, spec: SandboxSpec, process: Process) -> bool:
         pidfd = open_process(process)
         if pidfd is None or process.pid not in await asyncio.to_thread(self._groups.processes, spec.id):
