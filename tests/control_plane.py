@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ import httpx2
 
 from cpuos.errors import Conflict, CpuosError, NotFound, SandboxGone, Unavailable
 from cpuos.node.client import Changes
-from cpuos.server.app import create_app
+from cpuos.server.app import create_app, create_routes
 from cpuos.server.connections import RecordsPage
 from cpuos.server.control_plane import ControlPlane, ServerOptions, open_control_plane
 from cpuos.server.first_start import make_first_key
@@ -494,6 +495,12 @@ class FakeRecords:
         return None
 
 
+@functools.cache
+def served_routes() -> Any:
+    """Made once: that takes longer than most tests."""
+    return create_routes()
+
+
 @dataclass(kw_only=True)
 class Installation:
     """What outlives the server: its database and keys, the node, the gateway."""
@@ -526,7 +533,7 @@ class Installation:
         )
         async with opened as plane:
             self.key = await make_first_key(plane.database, self.clock) or self.key
-            transport = httpx2.ASGITransport(app=create_app(plane))
+            transport = httpx2.ASGITransport(app=create_app(plane, routes=served_routes()))
             headers = {"authorization": f"Bearer {self.key}"}
             async with httpx2.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
                 yield Server(plane=plane, http=http, installation=self)

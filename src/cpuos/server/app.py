@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 
 from cpuos.server.control_plane import ControlPlane
 from cpuos.server.envelope import VERSION, Envelope, install_error_handlers
-from cpuos.server.guard import Guard, Route
+from cpuos.server.guard import Route
 from cpuos.server.routes.table import ROUTES
 from cpuos.types.error import ErrorBody
 
-__all__ = ["create_app", "openapi"]
+__all__ = ["create_app", "create_routes", "openapi"]
 
 
-def create_app(plane: ControlPlane) -> FastAPI:
-    """The application on an opened control plane."""
-    app = _app()
+def create_app(plane: ControlPlane, *, routes: Sequence[BaseRoute] | None = None) -> FastAPI:
+    """The application on an opened control plane; with `routes` of `create_routes` where there are more of it."""
+    app = _app(create_routes() if routes is None else routes)
     app.state.plane = plane
-    for route in ROUTES:
-        _add(app, route, guard=plane.guard)
     return app
+
+
+def create_routes() -> Sequence[BaseRoute]:
+    """The table as it is served, by any control plane; the models of requests and answers that it makes take long."""
+    router = APIRouter()
+    for route in ROUTES:
+        _add(router, route)
+    return tuple(router.routes)
 
 
 def openapi() -> dict[str, Any]:
     """The API's description; needs no running part."""
-    app = _app()
-    for route in ROUTES:
-        _add(app, route, guard=None)
-    return app.openapi()
+    return _app(create_routes()).openapi()
 
 
-def _app() -> FastAPI:
+def _app(routes: Sequence[BaseRoute]) -> FastAPI:
     app = FastAPI(
+        routes=list(routes),
         title="cpuOS",
         version=VERSION,
         summary="Control plane: sandboxes, tickets, audit.",
@@ -51,8 +56,8 @@ def _app() -> FastAPI:
     return app
 
 
-def _add(app: FastAPI, route: Route, *, guard: Guard | None) -> None:
-    app.router.add_api_route(
+def _add(router: APIRouter, route: Route) -> None:
+    router.add_api_route(
         route.path,
         route.handler,
         methods=[route.method],
@@ -61,11 +66,11 @@ def _add(app: FastAPI, route: Route, *, guard: Guard | None) -> None:
         tags=[route.path.split("/")[2]],
         responses=_error_answers(route),
         openapi_extra=_extra(route),
-        route_class_override=_guarded(route, guard) if guard is not None else APIRoute,
+        route_class_override=_guarded(route),
     )
 
 
-def _guarded(route: Route, guard: Guard) -> type[APIRoute]:
+def _guarded(route: Route) -> type[APIRoute]:
     """A route class whose handler runs behind guard, before anything of the request is read."""
 
     class GuardedRoute(APIRoute):
@@ -73,7 +78,8 @@ def _guarded(route: Route, guard: Guard) -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def handle_guarded(request: Request) -> Response:
-                return await guard.run(route, request, handle)
+                plane: ControlPlane = request.app.state.plane
+                return await plane.guard.run(route, request, handle)
 
             return handle_guarded
 
