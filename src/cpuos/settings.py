@@ -94,7 +94,7 @@ class Settings(Places, BaseSettings):
     firecracker: str = ""
     """Firecracker's program, 1.14.4, 1.15.1 or newer, and `jailer` of the same release: microVMs run in it where KVM
     boots. Unset: what `cpuos setup microvm` has put into the data directory."""
-    jailer: str = ""
+    jailer: str = Field("", validate_default=True)
     """As `firecracker`."""
     microvm_disk_mib_per_s: int = Field(0, ge=0, le=1 << 20)
     """MiB a second that each disk of a microVM reads and writes under Firecracker; 0: no limit of its own."""
@@ -237,6 +237,13 @@ class Settings(Places, BaseSettings):
                 raise ValueError(f"{text!r} is not TEMPLATE=COUNT, such as python=2 or python@1x512x2048=4")
         return value
 
+    @field_validator("jailer")
+    @classmethod
+    def _name_both_programs(cls, value: str, info: ValidationInfo) -> str:
+        if bool(value) != bool(info.data.get("firecracker")):
+            raise ValueError("firecracker and jailer are of one release, and set together")
+        return value
+
     @field_validator("preview_domain", "preview_public_url")
     @classmethod
     def _keep_previews_apart(cls, value: str, info: ValidationInfo) -> str:
@@ -288,7 +295,7 @@ class Settings(Places, BaseSettings):
         """Firecracker and its jailer, as they are named or where set-up puts them; empty where they are not."""
         named = {"firecracker": self.firecracker, "jailer": self.jailer}
         if any(named.values()):
-            return {name: Path(path) for name, path in named.items() if path}
+            return {name: Path(path) for name, path in named.items()}
         found = {name: self.data_dir / "bin" / "firecracker" / name for name in named}
         return found if all(path.exists() for path in found.values()) else {}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuos.errors import SetupRequired
+from cpuos.errors import InvalidRequest, SetupRequired
 from cpuos.settings import load_settings
 from cpuos.setup import firecracker
 from cpuos.setup.firecracker import firecracker_is_current, firecracker_step, install_firecracker
@@ -82,3 +82,10 @@ def test_one_that_is_not_there(host: Host) -> None:
 def test_named_programs_go_before_those_of_set_up(tmp_path: Path) -> None:
     settings = load_settings(data_dir=tmp_path, firecracker="/opt/firecracker", jailer="/opt/jailer")
     assert settings.vmm_programs == {"firecracker": Path("/opt/firecracker"), "jailer": Path("/opt/jailer")}
+
+
+@pytest.mark.parametrize("one", ["firecracker", "jailer"])
+def test_one_program_without_the_other_is_refused(one: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load_settings(**{one: "/opt/program"})
+    assert "set together" in str(caught.value.why)

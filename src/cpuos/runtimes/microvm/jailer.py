@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from cpuos.runtimes.microvm import jailer_entry
-from cpuos.runtimes.microvm.launch import Launch
+from cpuos.runtimes.microvm.launch import Launch, spawn
 
 __all__ = ["Bind", "jail_plan", "start_jailer"]
 
@@ -48,29 +46,7 @@ def jail_plan(
 
 def start_jailer(plan: Mapping[str, object]) -> tuple[int, int]:
     """Its process number, which becomes the VMM's, and a descriptor of what it says. Raises OSError."""
-    read, write = os.pipe2(os.O_CLOEXEC)
-    stdin_read, stdin_write = os.pipe2(os.O_CLOEXEC)
-    actions = [
-        (os.POSIX_SPAWN_DUP2, stdin_read, 0),
-        (os.POSIX_SPAWN_DUP2, write, 1),
-        (os.POSIX_SPAWN_DUP2, write, 2),
-    ]
-    argv = [sys.executable, "-I", "-S", jailer_entry.__file__]
-    try:
-        pid = os.posix_spawn(argv[0], argv, _ENVIRONMENT, file_actions=actions, setsid=True)
-    except BaseException:
-        os.close(read)
-        os.close(stdin_write)
-        raise
-    finally:
-        os.close(write)
-        os.close(stdin_read)
-    try:
-        with os.fdopen(stdin_write, "wb") as stdin:
-            stdin.write(json.dumps(plan).encode())
-    except BrokenPipeError:
-        pass  # it ended; what it said tells why
-    return pid, read
+    return spawn(jailer_entry.__file__, plan)
 
 
 def _group_words(plan: Launch) -> list[str]:

@@ -17,7 +17,7 @@ from cpuos.runtimes.base import SandboxSpec
 from cpuos.runtimes.microvm import jail
 from cpuos.runtimes.microvm.memory import answer_open
 
-__all__ = ["CONTROL", "Launch", "drive_numbers", "guest_arguments", "launch", "user_for"]
+__all__ = ["CONTROL", "Launch", "drive_numbers", "guest_arguments", "launch", "spawn", "user_for"]
 
 CONTROL = "control"
 _FIRST = 100
@@ -74,43 +74,44 @@ def user_for(sandbox_id: str, *, taken: Collection[int]) -> int:
 
 def launch(plan: Launch, *, control: socket.socket | None = None) -> tuple[int, int]:
     """Start it: its process number, and a descriptor of what it says. Raises OSError."""
+    handed = {}
+    if control is not None and plan.control is not None:
+        handed[plan.control] = control.fileno()
+    if plan.memory is None:
+        return spawn(jail.__file__, _to_json(plan), handed=handed)
+    asked, ask = socket.socketpair()
+    with asked:
+        with ask:
+            pid, said = spawn(jail.__file__, _to_json(plan), handed={**handed, _ASK: ask.fileno()})
+        try:
+            answer_open(asked, plan.memory, limit_s=_OPEN_S)
+        except OSError:  # it does not come up, and what it says tells why
+            os.kill(pid, signal.SIGKILL)
+    return pid, said
+
+
+def spawn(program: str, plan: Mapping[str, object], *, handed: Mapping[int, int] | None = None) -> tuple[int, int]:
+    """Start a program of this package that becomes a VMM, with its plan on stdin: its process number, and a descriptor
+    of what it says. `handed`: its number for a descriptor of ours. Raises OSError."""
     read, write = os.pipe2(os.O_CLOEXEC)
     stdin_read, stdin_write = os.pipe2(os.O_CLOEXEC)
-    actions = [
-        (os.POSIX_SPAWN_DUP2, stdin_read, 0),
-        (os.POSIX_SPAWN_DUP2, write, 1),
-        (os.POSIX_SPAWN_DUP2, write, 2),
-    ]
-    if control is not None and plan.control is not None:
-        actions.append((os.POSIX_SPAWN_DUP2, control.fileno(), plan.control))
-    argv = [sys.executable, "-I", "-S", jail.__file__]
-    asked, ask = socket.socketpair() if plan.memory is not None else (None, None)
-    if ask is not None:
-        actions.append((os.POSIX_SPAWN_DUP2, ask.fileno(), _ASK))
+    numbers = {**(handed or {}), 0: stdin_read, 1: write, 2: write}
+    actions = [(os.POSIX_SPAWN_DUP2, ours, its) for its, ours in numbers.items()]
+    argv = [sys.executable, "-I", "-S", program]
     try:
         pid = os.posix_spawn(argv[0], argv, _ENVIRONMENT, file_actions=actions, setsid=True)
     except BaseException:
-        for descriptor in (read, stdin_write):
-            os.close(descriptor)
-        if asked is not None:
-            asked.close()
+        os.close(read)
+        os.close(stdin_write)
         raise
     finally:
         os.close(write)
         os.close(stdin_read)
-        if ask is not None:
-            ask.close()
     try:
         with os.fdopen(stdin_write, "wb") as stdin:
-            stdin.write(json.dumps(_to_json(plan)).encode())
+            stdin.write(json.dumps(plan).encode())
     except BrokenPipeError:
         pass  # it ended; what it said tells why
-    if asked is not None and plan.memory is not None:
-        with asked:
-            try:
-                answer_open(asked, plan.memory, limit_s=_OPEN_S)
-            except OSError:  # it does not come up, and what it says tells why
-                os.kill(pid, signal.SIGKILL)
     return pid, read
 
 

@@ -130,10 +130,17 @@ def save_machine(
 
 def _save_by_itself(image: Path, vmm: Vmm, facts: Facts, *, control: Path, saves: Path, layer: Path) -> None:
     """It has written all when it goes on: what it wrote is a copy, and these files are the node's own."""
-    vmm.save(control, -1, memory=True, also=lambda: copy_file(layer, image / _LAYER), limit_bytes=0, timeout_s=_SAVE_S)
-    for name in (STATE, MEMORY):
-        copy_file(saves / name, image / name)
-        os.truncate(saves / name, 0)
+
+    def also() -> None:
+        copy_file(layer, image / _LAYER)
+
+    try:
+        vmm.save(control, -1, memory=True, also=also, limit_bytes=0, timeout_s=_SAVE_S)
+        for name in (STATE, MEMORY):
+            copy_file(saves / name, image / name)
+    finally:
+        for name in (STATE, MEMORY):
+            os.truncate(saves / name, 0)
     (image / _SAVED).write_text(json.dumps({"version": facts.version, "has_memory": True}))
 
 
