@@ -358,7 +358,7 @@ class Chaos:
                 self.boxes[box.id] = box
             if recreated.workspace != "all":
                 self.wrong(f"recreate of {box.id}: {recreated}")
-            self._begin_count(box, sandbox)
+            self._begin_count(box, Sandbox.connect(box.id, client=client))  # another may have made it: with its ticket
 
     def _recreate_at_last(self, box: Box, sandbox: Sandbox) -> Recreated | None:
         """As a patient client; None where another has ended it."""
@@ -372,6 +372,8 @@ class Chaos:
                 if sandbox.info.state is S.PAUSED:  # it was shot while it was resumed, and is paused as before
                     with contextlib.suppress(CpuosError):
                         sandbox.resume()
+                    self._shoot_box(box, again=True)
+                elif sandbox.info.state is S.RUNNING:  # the shot met what a pause has just ended; else it finds nothing
                     self._shoot_box(box, again=True)
                 raise TimeoutError("it is not lost yet, or being made")
             except (CpuosError, TimeoutError) as error:

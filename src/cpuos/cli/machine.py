@@ -17,6 +17,7 @@ from cpuos.errors import CpuosError, InvalidRequest, SetupRequired
 
 if TYPE_CHECKING:
     from cpuos.services import Stopped
+    from cpuos.settings import Settings
     from cpuos.setup.progress import Progress
 
 __all__ = ["doctor", "down", "register", "require_server_parts", "setup", "status", "uninstall", "up"]
@@ -185,8 +186,20 @@ def doctor(ctx: typer.Context, as_json: JsonOption = False) -> None:
 def setup(
     ctx: typer.Context,
     also: Annotated[
-        list[str] | None, typer.Argument(metavar="[microvm]", help="Also what microVMs need: QEMU and a guest kernel.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[microvm] [storage]",
+            help="microvm: also what microVMs need. storage: move the data onto a volume of its own.",
+        ),
     ] = None,
+    reflink_volume: Annotated[
+        str,
+        typer.Option(
+            "--reflink-volume",
+            metavar="SIZE",
+            help="For storage: so large, all of it taken at once; snapshots and forks share blocks there.",
+        ),
+    ] = "",
     kernel: Annotated[
         Path | None, typer.Option("--kernel", help="For microvm: this kernel instead of the distribution's.")
     ] = None,
@@ -226,8 +239,12 @@ def setup(
     from cpuos.setup.templates import choose_templates
 
     output = current_output(ctx)
-    if unknown := sorted(set(also or ()) - {"microvm"}):
-        raise InvalidRequest(f"cannot set up: {unknown[0]!r}", "there is only microvm beside what is always set up")
+    wanted = set(also or ())
+    if unknown := sorted(wanted - {"microvm", "storage"}):
+        raise InvalidRequest(f"cannot set up: {unknown[0]!r}", "beside what is always set up are microvm and storage")
+    if ("storage" in wanted) != bool(reflink_volume):
+        why = "`storage` and `--reflink-volume SIZE` go together"
+        raise InvalidRequest("cannot set up storage", why, hint="sudo cpuos setup storage --reflink-volume 100GiB")
     if os.geteuid() != 0:
         raise SetupRequired(
             "cannot set up cpuOS: not root",
@@ -237,7 +254,11 @@ def setup(
         )
     carried = {"template_host_ca": host_ca, "template_host_mirrors": host_mirrors}
     settings = load_settings(**{name: True for name, wanted in carried.items() if wanted})
-    source = KernelSource(kernel=kernel, modules=modules) if also or kernel or firecracker else None
+    if reflink_volume:
+        _set_up_storage(output, settings, reflink_volume)
+        if wanted == {"storage"}:
+            return
+    source = KernelSource(kernel=kernel, modules=modules) if "microvm" in wanted or kernel or firecracker else None
     chosen = choose_templates(template or (), all_of_them=templates)
     steps = all_steps(templates=chosen, guest_kernel=source, firecracker=firecracker)
     done = set_up(settings, steps, progress=_progress(output), hint="sudo cpuos setup")
@@ -245,6 +266,22 @@ def setup(
         output.data({"done": done})
     else:
         output.progress(f"{len(done)} steps done" if done else "everything is in place")
+
+
+def _set_up_storage(output: Output, settings: Settings, size: str) -> None:
+    from cpuos.setup.host import Host
+    from cpuos.setup.volume import make_volume, volume_image
+    from cpuos.types.units import parse_size_mib
+
+    size_mib = parse_size_mib(size, name="--reflink-volume")
+    with output.working("making the volume, and moving the data onto it"), open(os.devnull, "w") as log:
+        made = make_volume(Host(settings, log=log), size_mib=size_mib)
+    told = {"volume": str(volume_image(settings)), "size_mib": size_mib, "made": made}
+    if output.json:
+        output.data(told)
+    else:
+        state = "lies on" if made else "lay already on"
+        output.progress(f"{settings.data_dir} {state} {told['volume']}; next: {as_root('cpuos up')}")
 
 
 def uninstall(

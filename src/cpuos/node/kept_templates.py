@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 import structlog
 
+from cpuos.errors import CpuosError
 from cpuos.node.templates import Template, Templates
 
 __all__ = ["KeptTemplates"]
@@ -22,7 +24,7 @@ log = structlog.get_logger("cpuos.node")
 
 
 class KeptTemplates:
-    """A folder on the volume of the templates; where it is on another nothing is kept, and theirs are used."""
+    """A folder on the volume of the templates; where it is on another they are copied, when the daemon starts."""
 
     def __init__(self, folder: Path, *, templates: Templates) -> None:
         self._folder = folder
@@ -48,6 +50,32 @@ class KeptTemplates:
                 return template
             draft.unlink()
 
+    def copy_others(self, needed: Collection[str]) -> None:
+        """Copy those that cannot get a second name here, for they lie on another volume. It blocks. Not those of the
+        digests in `needed`: what was begun with them has them where they are, and goes on only so."""
+        for path in self._folder.glob(".*"):
+            path.unlink(missing_ok=True)
+        for template in self._templates.list():
+            kept = self._path(template.digest)
+            if kept.exists() or template.digest in needed or not self._lies_elsewhere(template):
+                continue
+            draft = self._folder / f".{secrets.token_hex(8)}"
+            try:
+                _copy(template.image, draft)
+                if self._templates.get(template.name).digest == template.digest:
+                    draft.chmod(0o644)
+                    draft.rename(kept)
+            except (OSError, CpuosError) as problem:
+                log.warning("template not copied", template=template.name, why=str(problem))
+            finally:
+                draft.unlink(missing_ok=True)
+
+    def _lies_elsewhere(self, template: Template) -> bool:
+        try:
+            return template.image.stat().st_dev != self._folder.stat().st_dev
+        except FileNotFoundError:
+            return False
+
     def installed(self) -> list[Template]:
         """As they are now."""
         return self._templates.list()
@@ -70,3 +98,11 @@ class KeptTemplates:
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{re.sub('[^A-Za-z0-9]', '-', digest)}.erofs"
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Between volumes: nothing of it can be shared."""
+    with source.open("rb") as read, target.open("xb") as write:
+        shutil.copyfileobj(read, write, 1 << 20)
+        write.flush()
+        os.fsync(write.fileno())

@@ -28,6 +28,7 @@ from cpuos.setup.engine import set_up
 from cpuos.setup.progress import Progress, QuietProgress
 from cpuos.setup.source import LINK, environment_path, link_command
 from cpuos.setup.steps import all_steps
+from cpuos.setup.volume import mount_first
 
 __all__ = ["Instance", "Stopped", "down", "pause_sandboxes", "up"]
 
@@ -76,8 +77,10 @@ def up(
 
     Idempotent. Parts that run other code or settings than this call's are started anew; sandboxes run on.
     """
-    settings = settings or load_settings()
+    given, settings = settings, settings or load_settings()
     _require_root("start cpuOS", "sudo cpuos up")
+    if mount_first(settings) and given is None:
+        settings = load_settings()  # of the volume that is there now
     require_own_run_dir(settings, verb="up")
     environment = environment_path(settings)
     if prepare:

@@ -25,6 +25,7 @@ from cpuos.setup.host import Host
 from cpuos.setup.source import LINK, command_lines, is_own_command
 from cpuos.setup.trees import is_below, mount_points, remove_tree
 from cpuos.setup.users import GROUP, USERS, existing, processes_of_users, remove_users, users_made
+from cpuos.setup.volume import remove_volume
 
 __all__ = ["Left", "Removal", "uninstall"]
 
@@ -81,6 +82,8 @@ def uninstall(settings: Settings | None = None, *, purge: bool = False, uid: int
     if purge:
         removal.attempt("keys", partial(forget_keys, settings))
         folders += _data_folders(settings, removal)
+    if purge and settings.data_dir in folders:
+        removal.attempt(str(settings.data_dir), partial(remove_volume, settings))
     # Last, for this very program may lie below; and the command goes only when what it starts is gone.
     for folder in folders:
         removal.attempt(str(folder), partial(_remove_folder, folder))

@@ -24,6 +24,7 @@ from cpuos.setup.runsc import runsc_is_current, sidecars_are_current
 from cpuos.setup.source import environment_is_current, environment_path, readable_python
 from cpuos.setup.templates import TEMPLATES, Template, template_is_current
 from cpuos.setup.users import USERS, users_exist
+from cpuos.setup.volume import is_mounted, is_unmounted, volume_image
 
 if TYPE_CHECKING:
     from cpuos.runtimes.microvm.probe import Prober
@@ -169,11 +170,25 @@ def _look_at_disk(host: Host) -> Check:
     place = next(path for path in (settings.state_dir, *settings.state_dir.parents) if path.exists())
     free = shutil.disk_usage(place).free >> 20
     kind = (host.read(["stat", "--file-system", "--format", "%T", place]) or "unknown").strip()
-    copies = {True: "; snapshots and forks share blocks", False: "; snapshots and forks are copies"}
-    evidence = f"{free / 1024:.1f} GiB free at {place} ({kind}){copies.get(_shares_blocks(place), '')}"
+    evidence = f"{free / 1024:.1f} GiB free at {place} ({kind})"
     if free >= MINIMUM_FREE_MIB:
         return ok("disk space", evidence)
     return warn("disk space", f"{evidence}; at least {MINIMUM_FREE_MIB >> 10} GiB is wanted", fix=f"df -h {place}")
+
+
+def _look_at_volume(host: Host) -> Check:
+    """Whether copies share blocks where the data lies, and how to have it."""
+    settings, name = host.settings, "data volume"
+    image = volume_image(settings)
+    if is_unmounted(settings):
+        return missing(name, f"the data lies in {image}, which is not mounted", fix="sudo cpuos up")
+    if is_mounted(settings):
+        return ok(name, f"{image}, {image.stat().st_size >> 20} MiB, XFS: snapshots and forks share blocks")
+    place = next(path for path in (settings.state_dir, *settings.state_dir.parents) if path.exists())
+    if _shares_blocks(place):
+        return ok(name, f"{place}: snapshots and forks share blocks")
+    wanted = "sudo cpuos setup storage --reflink-volume 100GiB"
+    return ok(name, f"{place}: snapshots and forks are copies; to have them share blocks: {wanted}")
 
 
 def _shares_blocks(place: Path) -> bool | None:
@@ -213,6 +228,7 @@ _LOOKS: tuple[Callable[[Host], Check], ...] = (
     _look_at_groups,
     _look_at_loop_devices,
     _look_at_disk,
+    _look_at_volume,
     _look_at_memory,
 )
 

@@ -36,8 +36,14 @@ def test_what_is_missing_is_told_with_the_command_that_mends_it(settings: Settin
 
 
 def test_what_copies_cost_is_told(settings: Settings) -> None:
-    disk = next(check for check in doctor(settings, probe=False) if check.name == "disk space")
-    assert "; snapshots and forks are copies" in disk.evidence or "; snapshots and forks share blocks" in disk.evidence
+    volume = next(check for check in doctor(settings, probe=False) if check.name == "data volume")
+    copies = "snapshots and forks are copies; to have them share blocks: sudo cpuos setup storage" in volume.evidence
+    assert copies or "snapshots and forks share blocks" in volume.evidence
+    # As after a restart of the machine, before `cpuos up`.
+    settings.data_dir.mkdir(exist_ok=True)
+    (settings.data_dir / ".volume").write_text("{}")
+    volume = next(check for check in doctor(settings, probe=False) if check.name == "data volume")
+    assert (volume.state, volume.fix) == (CheckState.MISSING, "sudo cpuos up")
 
 
 def test_another_runsc_is_told(settings: Settings) -> None:
