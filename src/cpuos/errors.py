@@ -321,7 +321,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "internal": ("a part of cpuOS did what it must not", "cpuos status; cpuos doctor"),
     "invalid_request": (
         "a value in it is not one that is taken",
-        "GET /v1/openapi.json lists every field; cpuos COMMAND --help",
+        "GET /v1/openapi.json lists every field",
     ),
     "key_missing": ("the call carries no key or ticket", "export CPUOS_API_KEY=…, or cpuos up"),
     "key_invalid": (

@@ -46,7 +46,7 @@ def copy(
         raise InvalidRequest(
             f"cannot copy: {source} to {target}",
             "exactly one of the two is SANDBOX:PATH",
-            hint="cpuos cp data.csv SANDBOX:/workspace/",
+            hint=_which_way(source, target),
         )
     if to_place is not None:
         reference, path = to_place
@@ -63,6 +63,13 @@ def copy(
         output.data({"from": source, "to": place, "left_out": [dataclasses.asdict(skipped) for skipped in left_out]})
 
 
+def _which_way(source: str, target: str) -> str:
+    """The line with a sandbox in it; of two sandboxes the way is over this machine."""
+    if split_place(source) is None:
+        return shlex.join(["cpuos", "cp", source, f"SANDBOX:{target}"])
+    return shlex.join(["cpuos", "cp", source, "."])
+
+
 def split_place(text: str) -> tuple[str, str] | None:
     """Sandbox and path of "SANDBOX:PATH"; None for a local path, also one such as ./a:b or /a:b."""
     reference, separator, path = text.partition(":")
@@ -77,7 +84,10 @@ def _upload(sandbox: Sandbox, source: str, *, path: str, user: str | None) -> tu
         sandbox.files.write(path, sys.stdin.buffer, **_as(user))
         return path, []
     if not os.path.lexists(source):
-        raise InvalidRequest(f"cannot read file: {source}", "there is no such file or folder", hint=f"ls -l {source}")
+        parent = os.path.dirname(source) or "."
+        why = "there is no such file or folder" if os.path.isdir(parent) else f"there is no folder {parent}"
+        place = shlex.quote(parent if os.path.isdir(parent) else ".")
+        raise InvalidRequest(f"cannot read file: {source}", why, hint=f"ls -l {place}")
     contents_only = source.endswith("/.") or source == "."
     name = os.path.basename(os.path.abspath(source))
     if not contents_only and (path.endswith("/") or _is_folder(sandbox, path)):

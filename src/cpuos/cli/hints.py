@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pwd
 import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cpuos.errors import CpuosError
+from cpuos.errors import CpuosError, Unavailable
 from cpuos.key_file import key_file, key_file_below
 
-__all__ = ["as_root", "hint_of", "runnable"]
+__all__ = ["as_root", "hint_of", "is_command", "runnable"]
 
 # Commands that need root, at the start of a hint or of one of its parts.
 _PRIVILEGED = re.compile(
     r"(?:^|(?<=&& )|(?<=; ))(?:sudo )?(cpuos (?:up|down|setup|uninstall)(?: --[a-z-]+)*)(?![^\s;])"
 )
 # What other front ends say after the command: "cpuos ls, then cpuos kill SANDBOX", "cpuos status; cpuos up".
-_AFTERTHOUGHT = re.compile(r"^(cpuos [^,;'\"]*?)(?:[,;] | tells | shows ).*$")
+_AFTERTHOUGHT = re.compile(r"""^(cpuos (?:[^,;'"]|'[^']*'|"[^"]*")*?)(?:[,;] | tells | shows ).*$""")
 _EXAMPLE = re.compile(r"^for example ([a-z_]+)=(\S+)$")
+_PROGRAMS = frozenset(
+    {
+        *("cpuos", "apt-get", "cat", "chmod", "cp", "curl", "df", "env", "export", "free", "groupdel", "losetup", "ls"),
+        *("make", "mkdir", "modprobe", "mount", "pip", "ps", "python3", "rm", "ssh", "su", "tail", "umount", "unset"),
+        *("nft", "uname", "userdel"),
+    }
+)
+_GROUPS = frozenset({"harden", "key", "pack", "profile", "snapshots", "template"})
+_TEMPLATE = re.compile(r"^cpuos create --template (\S+)$")
+_ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+# Values that an option takes, for the line that is shown instead of a wrong one.
+_VALUES = {"timeout": "15m", "idle_timeout": "10m", "memory": "2GiB", "disk": "8GiB", "cpu": "2"}
 
 
 def as_root(command: str) -> str:
@@ -38,8 +52,40 @@ def runnable(hint: str) -> str:
     return _PRIVILEGED.sub(lambda match: as_root(match[1]), _AFTERTHOUGHT.sub(r"\1", hint))
 
 
-def hint_of(error: CpuosError) -> str:
-    """What to try after this error, from a shell."""
+def is_command(text: str) -> bool:
+    """Whether a shell can take it: it begins with a program, after assignments or sudo."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        return False
+    while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] == "sudo"):
+        words.pop(0)
+    return bool(words) and words[0] in _PROGRAMS
+
+
+def hint_of(error: CpuosError, arguments: Sequence[str] = ()) -> str:
+    """What to try after this error, from a shell, where `cpuos` was run with these arguments: always a command."""
+    hint = _hint_by_code(error, list(arguments))
+    if is_command(hint):
+        return hint
+    parts = [part for part in re.split(r"; |, or |, then |: (?=cpuos )", hint) if part.startswith("cpuos ")]
+    if parts and is_command(parts[0]):
+        return runnable(parts[0])
+    comment = "" if hint.startswith(("GET ", "POST ")) else hint.replace("\n", " ")
+    return f"{_command_of(error, arguments)}  # {comment}" if comment else _command_of(error, arguments)
+
+
+def _command_of(error: CpuosError, arguments: Sequence[str]) -> str:
+    """Where to look on, when the error names no command of its own."""
+    if isinstance(error, Unavailable):
+        return "cpuos status"
+    verbs = list(itertools.takewhile(re.compile(r"[a-z]+").fullmatch, arguments))
+    depth = 2 if verbs[:1] and verbs[0] in _GROUPS else 1
+    return " ".join(["cpuos", *verbs[:depth], "--help"])
+
+
+def _hint_by_code(error: CpuosError, arguments: list[str]) -> str:
+    _, _, hint = error.lines()
     match error.code:
         case "key_missing":
             return _way_to_a_key()
@@ -47,13 +93,29 @@ def hint_of(error: CpuosError) -> str:
             return "unset CPUOS_API_KEY"
         case "key_invalid":
             return _way_to_a_key()
-        case "sandbox_lost" | "sandbox_stopped" if "SANDBOX" in error.hint:
+        case "sandbox_lost" | "sandbox_stopped" if "SANDBOX" in hint:
             return "cpuos ls --all"
-        case "invalid_request" if error.what.startswith("cannot create sandbox") and _EXAMPLE.match(error.hint):
-            return _EXAMPLE.sub(lambda found: f"cpuos create --{found[1].replace('_', '-')} {found[2]}", error.hint)
+        case "template_not_found" if "--template" in arguments and (found := _TEMPLATE.match(hint)):
+            return _with_value(arguments, "--template", found[1])
+        case "invalid_request" if (option := _option_of(error)) and option in arguments:
+            return _with_value(arguments, option, _VALUES[option[2:].replace("-", "_")])
+        case "invalid_request" if error.what.startswith("cannot create sandbox") and _EXAMPLE.match(hint):
+            return _EXAMPLE.sub(lambda found: f"cpuos create --{found[1].replace('_', '-')} {found[2]}", hint)
         case "capacity_exceeded":
             return _what_fits(error)
-    return runnable(error.hint)
+    return runnable(hint)
+
+
+def _option_of(error: CpuosError) -> str:
+    """The option whose value was not one; empty where that is not told, or no example is known."""
+    field = str(error.details.get("field", "")).removeprefix("--").replace("-", "_")
+    return f"--{field.replace('_', '-')}" if field in _VALUES else ""
+
+
+def _with_value(arguments: Sequence[str], option: str, value: str) -> str:
+    """The line that was given, with another value after this option."""
+    place = arguments.index(option) + 1
+    return shlex.join(["cpuos", *arguments[:place], value, *arguments[place + 1 :]])
 
 
 def _way_to_a_key() -> str:

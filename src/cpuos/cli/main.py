@@ -47,11 +47,14 @@ __all__ = ["app", "main", "show_overview"]
 EXEC_FAILURE = 125
 
 # Words of other tools, and the one that does it here.
-_UNKNOWN = re.compile(r"No such command '([^']*)'")
+_UNKNOWN = re.compile(r"No such command '([^']*)'\.?(?: Did you mean (.*)\?)?")
 _MEANT = {
-    **{"start": "up", "stop": "down", "rm": "kill", "stop-all": "down", "help": "--help", "version": "--version"},
-    **{"list": "ls", "run": "exec --help", "new": "create", "delete": "kill", "copy": "cp --help", "ssh": "shell"},
+    **{"start": "up", "stop": "down --help", "rm": "kill --help", "stop-all": "down --help", "help": "--help"},
+    **{"list": "ls", "run": "exec --help", "new": "create", "delete": "kill --help", "copy": "cp --help"},
+    **{"ssh": "shell --help", "version": "--version"},
 }
+_ENDING = frozenset({"down", "kill", "prune", "rm", "uninstall"})
+"""Verbs that end or delete: never a guess of ours."""
 
 app = typer.Typer(
     name="cpuos",
@@ -120,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CpuosError as error:
         if os.environ.get("CPUOS_DEBUG") == "1":
             raise
-        output.error(error)
+        output.error(error, arguments)
         return failure
     except TyperException as error:
         # The line could not be read as a whole, so the option may not have been met.
@@ -178,10 +181,19 @@ def _usage_error(error: TyperException) -> CpuosError:
     path = context.command_path if context else "cpuos"
     message = error.format_message().rstrip(".")
     usage = context.get_usage().split("\n")[0].strip() if context else ""
+    hint = f"{path} --help"
+    if unknown := _UNKNOWN.match(message):
+        meant = (_MEANT.get(unknown[1]) if path == "cpuos" else None) or _guess(unknown[2])
+        message = f"no such command {unknown[1]!r}"
+        hint = f"{path} {meant}" if meant else hint
     what = f"cannot read the command line: {message[:1].lower()}{message[1:]}"
-    unknown = _UNKNOWN.match(message)
-    meant = _MEANT.get(unknown[1]) if unknown and path == "cpuos" else None
-    return InvalidRequest(what, usage[:1].lower() + usage[1:], hint=f"cpuos {meant}" if meant else f"{path} --help")
+    return InvalidRequest(what, usage[:1].lower() + usage[1:], hint=hint)
+
+
+def _guess(suggested: str | None) -> str | None:
+    """The first command that is near and harmless, to read about."""
+    near = re.findall(r"'([^']+)'", suggested or "")
+    return next((f"{name} --help" for name in near if name not in _ENDING), None)
 
 
 def _fault(error: Exception, arguments: Sequence[str]) -> CpuosError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from cpuos.cli.terminal import Keep, safe_text
 from cpuos.errors import CpuosError
 
 __all__ = ["JsonOption", "Output", "ago", "current_output", "in_future"]
+
+_SAID_TWICE = re.compile(r"^cannot [a-z]+ (/.*): ([^:]+)$")
+"""The agent says again what could not be done, in the words of system calls: its path and reason are what is new."""
 
 
 class Output:
@@ -72,9 +76,11 @@ class Output:
         with Console(stderr=True).status(safe_text(text)):
             yield
 
-    def error(self, error: CpuosError) -> None:
-        """The three lines on stderr; with --json the body, as the API sends it, on stdout too."""
-        error.hint = hint_of(error)
+    def error(self, error: CpuosError, arguments: Sequence[str] = ()) -> None:
+        """The three lines on stderr, of a run with these arguments; with --json the body, as the API sends it, on
+        stdout too."""
+        error.hint = hint_of(error, arguments)
+        error.why = _SAID_TWICE.sub(r"\1: \2", error.why)
         if self.json:
             self.data(error.body())
         lines = [safe_text(line) for line in str(error).split("\n")]

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["connected", "create", "list_sandboxes", "parse_pairs", "register"]
 
+_PAIRS = {
+    "--label": "cpuos create --label team=research",
+    "--pack": "cpuos create --pack /data=my-pack",
+    "--env": "cpuos exec --env MODE=test SANDBOX -- env",
+}
+
 
 def register(app: typer.Typer) -> None:
     app.command("create")(create)
@@ -174,7 +180,7 @@ def parse_pairs(texts: list[str] | None, *, option: str) -> dict[str, str]:
         key, separator, value = text.partition("=")
         if not separator or not key:
             raise InvalidRequest(
-                f"cannot read {option}: {text!r}", "it is written KEY=VALUE", hint=f"{option} team=research"
+                f"cannot read {option}: {text!r}", "it is written KEY=VALUE", hint=_PAIRS.get(option, "cpuos --help")
             )
         pairs[key] = value
     return pairs

@@ -264,7 +264,9 @@ def _read_copies(copies: list[str] | None) -> dict[str, Path]:
         local, _, path = text.rpartition(":")
         if not local or not path.startswith("/"):
             raise InvalidRequest(
-                f"cannot read --copy: {text!r}", "it is written LOCAL:/PATH/IN/THE/IMAGE", hint="--copy app:/opt/app"
+                f"cannot read --copy: {text!r}",
+                "it is written LOCAL:/PATH/IN/THE/IMAGE",
+                hint="cpuos template build NAME --copy app:/opt/app",
             )
         found[path] = Path(local)
     return found

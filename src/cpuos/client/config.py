@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,9 @@ def _read_credentials(path: Path) -> tuple[str | None, str | None]:
         return None, None
     except ValueError as error:
         raise InvalidRequest(
-            f"cannot read credentials: {path}", f"the file is not JSON: {error}", hint=f"rm {path} && cpuos up"
+            f"cannot read credentials: {path}",
+            f"the file is not JSON: {error}",
+            hint=f"rm {shlex.quote(str(path))} && cpuos up",
         ) from error
     if not isinstance(stored, dict):
         return None, None
@@ -91,6 +94,6 @@ def _checked(url: str) -> str:
         raise InvalidRequest(
             f"cannot use API URL: {url!r}",
             "it is http:// or https:// with a host",
-            hint=f"CPUOS_API_URL={DEFAULT_API_URL}",
+            hint=f"export CPUOS_API_URL={DEFAULT_API_URL}",
         )
     return url.rstrip("/")

@@ -197,7 +197,7 @@ async def stat_file(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway
     """GET …/files/stat."""
     query = _query(call, gateway, "path", "follow", "user")
     agent = await sandbox.agent()
-    told = await agent.call("GET", f"/v1/files/stat?{query}", what=f"cannot stat {shown_path(call)}")
+    told = await agent.call("GET", f"/v1/files/stat?{query}", what=f"cannot look at {shown_path(call)}")
     await call.answer_model(200, read_answer(FileInfo, told))
 
 

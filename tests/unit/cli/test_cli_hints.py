@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pwd
+import re
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 
-from cpuos.cli.hints import hint_of, runnable
-from cpuos.errors import AuthenticationError, CapacityExceeded, InvalidRequest, SandboxGone, Unavailable
+import cpuos
+from cpuos.cli.hints import hint_of, is_command, runnable
+from cpuos.cli.main import app
+from cpuos.errors import (
+    ERRORS,
+    AuthenticationError,
+    CapacityExceeded,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    SandboxGone,
+    Unavailable,
+)
 
 
 @pytest.fixture(params=["root", "with sudo", "without sudo"])
@@ -57,7 +72,9 @@ def test_words_after_the_command_go() -> None:
 def test_words_of_the_sdk_become_options() -> None:
     error = InvalidRequest("cannot create sandbox: max_processes = 0", "", hint="for example max_processes=512")
     assert hint_of(error) == "cpuos create --max-processes 512"
-    assert hint_of(InvalidRequest("cannot write", "", hint="for example mode=0o644")) == "for example mode=0o644"
+    assert hint_of(InvalidRequest("cannot write", "", hint="for example mode=0o644"), ["cp"]) == (
+        "cpuos cp --help  # for example mode=0o644"
+    )
 
 
 def test_a_sandbox_that_died_is_looked_up() -> None:
@@ -90,6 +107,61 @@ def test_no_way_to_a_key_goes_in_a_circle(user: str, monkeypatch: pytest.MonkeyP
 def test_a_wrong_key_from_the_environment(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPUOS_API_KEY", "cpk_wrong")
     assert hint_of(AuthenticationError("wrong key", "", hint="check it")) == "unset CPUOS_API_KEY"
+
+
+@pytest.mark.parametrize("code", sorted(ERRORS))
+def test_every_row_of_the_table_gives_a_line_for_the_shell(user: str, code: str) -> None:
+    hint = hint_of(ERRORS[code][0]("cannot do it", code=code), ["create", "--json"])
+    words = [word for word in shlex.split(hint, comments=True) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+    assert is_command(hint), hint
+    if "cpuos" in words[:2]:
+        verb = words[words.index("cpuos") + 1]
+        assert verb in {command.name for command in app.registered_commands} | {
+            group.name for group in app.registered_groups
+        }, hint
+
+
+@pytest.mark.parametrize("part", ["cli", "profiles", "services", "setup"])
+def test_what_our_own_commands_suggest_is_a_command(part: str) -> None:
+    """Of each `hint=` the constant beginning; what begins with a value is made of one that was checked."""
+    wrong = []
+    for path in (Path(cpuos.__file__).parent / part).rglob("*.py"):
+        if path.name == "hardening.py":  # settings of the host's kernel, not errors
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.keyword) and node.arg in ("hint", "fix")):
+                continue
+            value = node.value.values[0] if isinstance(node.value, ast.JoinedStr) else node.value
+            if not (isinstance(value, ast.Constant) and isinstance(value.value, str)):
+                continue
+            begun = value.value.split(" '")[0]
+            if not is_command(begun) and not is_command(f"{begun}cpuos"):  # assignments before it
+                wrong.append(f"{path.name}:{value.lineno}: {value.value}")
+    assert [line for line in wrong if "write fewer or smaller files" not in line] == []
+
+
+def test_words_that_are_no_command_become_a_remark() -> None:
+    error = Conflict("cannot do it", "", code="name_ambiguous", hint="use more letters of the id")
+    assert hint_of(error, ["kill", "a"]) == "cpuos kill --help  # use more letters of the id"
+    assert hint_of(error, ["template", "rm", "a"]) == "cpuos template rm --help  # use more letters of the id"
+    assert hint_of(Unavailable("cannot", "", hint="repeat the call")) == "cpuos status  # repeat the call"
+    assert hint_of(InvalidRequest("cannot", "", hint="sbx.ports.url(3000), or cpuos ports box 3000")) == (
+        "cpuos ports box 3000"
+    )
+    quoted = "cpuos exec box ls -la 'no dir, or so', or sbx.files.list('no dir, or so')"
+    assert hint_of(InvalidRequest("cannot", "", hint=quoted)) == "cpuos exec box ls -la 'no dir, or so'"
+
+
+def test_the_line_that_was_given_comes_back_mended() -> None:
+    wrong = InvalidRequest("cannot read timeout: '1hour'", "write 1h", details={"field": "timeout"})
+    assert hint_of(wrong, ["create", "--timeout", "1hour", "--name", "a b"]) == (
+        "cpuos create --timeout 15m --name 'a b'"
+    )
+    unknown = NotFound("no such", "", code="template_not_found", hint="cpuos create --template python")
+    assert hint_of(unknown, ["exec", "--template", "pyton", "--", "python3", "-c", "1 + 1"]) == (
+        "cpuos exec --template python -- python3 -c '1 + 1'"
+    )
+    assert hint_of(unknown, ["create", "-t", "pyton"]) == "cpuos create --template python"
 
 
 def test_no_room_names_what_fits() -> None:

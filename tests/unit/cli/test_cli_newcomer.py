@@ -44,9 +44,13 @@ def test_a_group_alone_is_its_help(group: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        ("stop", "down"),
+        ("stop", "down --help"),
         ("start", "up"),
-        ("rm", "kill"),
+        ("rm", "kill --help"),
+        ("run", "exec --help"),
+        ("lss", "ls --help"),
+        ("prun", "--help"),
+        ("kil", "--help"),
         ("help", "--help"),
         ("version", "--version"),
         ("odd", "--help"),
@@ -54,7 +58,9 @@ def test_a_group_alone_is_its_help(group: str, capsys: pytest.CaptureFixture[str
 )
 def test_words_of_other_tools(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"try: cpuos {meant}"
+    told = capsys.readouterr().err
+    assert told.splitlines()[-1] == f"try: cpuos {meant}"
+    assert "Did you mean" not in told, "one guess, not two that disagree"
 
 
 @pytest.mark.usefixtures("away")
@@ -252,6 +258,30 @@ def test_a_shell_whose_sandbox_died_begins_a_line(capsys: pytest.CaptureFixture[
     with pytest.raises(SandboxGone):
         shells.run_terminal(Output(), sandbox_with(SandboxGone("its sandbox died", "")), "bash", {})
     assert capsys.readouterr().err == "\n"
+
+
+def test_the_same_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "cannot stat /workspace/no: file: no such file or directory"
+    Output().error(FileProblem("cannot look at no: file", told, hint="cpuos exec box ls -la /workspace"))
+    assert capsys.readouterr().err.splitlines()[1] == "/workspace/no: file: no such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        (["cp", "a b", "c d"], "cpuos cp 'a b' 'SANDBOX:c d'"),
+        (["cp", "no such dir/x y", "box:"], "ls -l ."),
+        (["cp", "x y", "box:"], "ls -l ."),
+        (["create", "--label", "team"], "cpuos create --label team=research"),
+    ],
+)
+@pytest.mark.usefixtures("away")
+def test_lines_to_paste_are_quoted(
+    line: list[str], step: str, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(line) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"try: {step}"
 
 
 def test_the_sdk_refuses_the_same() -> None:
