@@ -33,7 +33,7 @@ class Gate:
     def __init__(self, tickets: TicketSigner, url: Callable[[], str]) -> None:
         self._tickets = tickets
         self._url = url
-        self._http = httpx2.AsyncClient(trust_env=False)
+        self._opened: httpx2.AsyncClient | None = None
 
     def guest(self, row: Row[Any], *, actor: str) -> Guest:
         def access() -> Access:
@@ -47,10 +47,13 @@ class Gate:
                 scope=("exec", "files"),
             )
 
-        return Guest(self._http, row.id, access=access)
+        if self._opened is None:  # not before it is needed: a tenth of a second goes into whom its TLS trusts
+            self._opened = httpx2.AsyncClient(trust_env=False)
+        return Guest(self._opened, row.id, access=access)
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        if self._opened is not None:
+            await self._opened.aclose()
 
 
 class Guest:
