@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from gateway_rig import SANDBOX, DataClient, LocalDialler, Rig, error_code, go_agent
 
+from cpuos.errors import AgentFailure
+from cpuos.gateway.agent.answers import Hello, read_answer, refusal
 from cpuos.testing.waiting import until
 
 FREEZE = "f" * 32
@@ -76,3 +79,14 @@ async def test_a_whole_one_goes_on(rig: Rig, client: DataClient, dialler: LocalD
         dialler.thaw(freeze, incarnation=incarnation)
         answer = await rig.attach()
         assert (answer.status_code, answer.json()["missing"]) == (200, [])
+
+
+def test_what_a_program_calls_itself_is_no_escape_sequence() -> None:
+    named = "process 12 (\x1b]0;owned\x07\nroot)"
+    body = {"code": "restore_incomplete", "message": "not all", "missing": [named]}
+    error = refusal(json.dumps(body).encode(), what="cannot go on")
+    assert error.details["missing"] == ["process 12 (\ufffd]0;owned\ufffd\ufffdroot)"]
+    hello = {"contract": 1, "agent": "x", "sandbox": "s", "generation": 1, "thawed": {"missing": [named]}}
+    assert read_answer(Hello, json.dumps(hello).encode()).thawed.missing == error.details["missing"]
+    with pytest.raises(AgentFailure):
+        read_answer(Hello, json.dumps(hello | {"thawed": {"missing": ["x"] * 101}}).encode())

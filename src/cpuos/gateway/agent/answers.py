@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from cpuos.errors import ERRORS, CpuosError
 from cpuos.gateway.agent.http import agent_invalid
@@ -40,7 +49,14 @@ MAX_INT = (1 << 63) - 1
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 FreezeNonce = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 ProgramName = Annotated[str, StringConstraints(max_length=1024)]
-MissingThing = Annotated[str, StringConstraints(max_length=1024)]
+
+
+def _shown(text: str) -> str:
+    """As it may stand on a terminal: programs name themselves as they like."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
+MissingThing = Annotated[str, StringConstraints(max_length=1024), AfterValidator(_shown)]
 CommandId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{16}$")]
 
 
