@@ -95,16 +95,16 @@ async def test_an_alarm_is_told_when_it_begins_and_when_it_ends(server: Server) 
 )
 async def test_what_is_sustained(server: Server, pattern: list[float], alarms: int) -> None:
     made = await create(server)
-    for index in range(150):
+    for index in range(75):
         await spend(server, made, cpus=pattern[index % len(pattern)], steps=1)
     assert len(await audit(server)) == alarms
 
 
 async def test_a_load_around_its_limit_is_told_once_a_window_at_most(server: Server) -> None:
     made = await create(server)
-    for index in range(360):
+    for index in range(180):
         await spend(server, made, cpus=2.0 if index % 40 < 36 else 0.9, steps=1)
-    assert len(await audit(server)) <= 2 * (360 * STEP_S / 600)
+    assert len(await audit(server)) <= 2 * (180 * STEP_S / 600)
 
 
 async def test_of_all_rules_each_holds(server: Server) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from cpuos import Sandbox
 from cpuos.errors import Unavailable
-from cpuos.testing.instance import ask
+from cpuos.services.health import ask
+from cpuos.testing.instance import Instance
 from cpuos.testing.sealed import addresses
 from cpuos.testing.waiting import wait_until
 
@@ -49,14 +50,8 @@ for port in range(2000, 2200):
 """
 
 
-@pytest.fixture(scope="module")
-def own(sealed):
-    with sealed.instance(runtime="gvisor", max_sandboxes=12, alarm_interval_s=0.5) as instance:
-        yield instance
-
-
-def create(own, **values) -> Sandbox:
-    return Sandbox.create(client=own.client(), **SMALL | values)
+def create(instance, **values) -> Sandbox:
+    return Sandbox.create(client=instance.client(), **SMALL | values)
 
 
 def rules(sandbox: Sandbox) -> list[str]:
@@ -72,11 +67,11 @@ def told(sandbox: Sandbox) -> list[str]:
     return [entry.action for entry in sandbox.audit.entries(action="alarm")]
 
 
-def test_what_is_sustained_and_what_is_not(own):
+def test_what_is_sustained_and_what_is_not(sealed_instance):
     with (
-        create(own, alarms=[RULE]) as busy,
-        create(own, alarms=[RULE]) as bursty,
-        create(own, alarms=[RULE]) as idle,
+        create(sealed_instance, alarms=[RULE]) as busy,
+        create(sealed_instance, alarms=[RULE]) as bursty,
+        create(sealed_instance, alarms=[RULE]) as idle,
     ):
         idle.spawn("sleep 600")
         bursty.spawn(["python3", "-c", BURSTY])
@@ -88,14 +83,14 @@ def test_what_is_sustained_and_what_is_not(own):
         assert told(busy) == ["alarm.begin", "alarm.end"]
         begin, end = busy.audit.entries(action="alarm")
         assert begin.detail["what"].endswith("of its 1 CPU within 6s")
-        assert end.detail["cpu_seconds"] > 1
+        assert end.detail["cpu_seconds"] > 0.12 * 6
         busy.files.write("me", RESPAWNED.encode())
         busy.spawn(["python3", "-c", RESPAWNED])
         wait_until(lambda: rules(busy) == [RULE], within_s=120)
 
 
-def test_a_flood_is_paused_until_somebody_resumes_it(own):
-    with create(own, alarms=["sent=1MiB/10s:pause", "connections=100/1m"]) as sandbox:
+def test_a_flood_is_paused_until_somebody_resumes_it(sealed_instance):
+    with create(sealed_instance, alarms=["sent=1MiB/10s:pause", "connections=100/1m"]) as sandbox:
         sandbox.exec(["python3", "-c", SCAN], check=True)
         wait_until(lambda: rules(sandbox) == ["connections=100/1m"], within_s=60)
         sandbox.spawn(["python3", "-c", FLOOD])
@@ -112,21 +107,22 @@ def test_a_flood_is_paused_until_somebody_resumes_it(own):
         wait_until(lambda: sandbox.refresh().state == "paused", within_s=120)  # the flood has gone on
 
 
-def test_a_workspaces_rule_kills_and_pauses_do_not_help(own):
-    client = own.client()
-    with create(own) as sandbox:
+def test_pauses_do_not_save_it_from_being_killed(sealed_instance):
+    with create(sealed_instance, alarms=["cpu=3%/6s:kill"]) as sandbox:
         sandbox.spawn(["python3", "-c", BUSY])
-        client.alarms.update(["cpu=3%/6s:kill"])
-        try:
-            for _ in range(2):
-                sandbox.pause()
-                sandbox.resume()
-            wait_until(lambda: sandbox.refresh().state == "stopped", within_s=120)
-        finally:
-            client.alarms.update([])
-        assert sandbox.info.reason.startswith("alarm of the workspace (cpu=3%/6s:kill): it used ")
+        for _ in range(2):
+            sandbox.pause()
+            sandbox.resume()
+        wait_until(lambda: sandbox.refresh().state == "stopped", within_s=120)
+        assert sandbox.info.reason.startswith("alarm of the sandbox (cpu=3%/6s:kill): it used ")
         (outcome,) = wait_until(lambda: [one for one in sandbox.audit.entries(action="sandbox.kill") if one.result])
         assert (outcome.actor, outcome.result) == ("system", "ok")
+
+
+@pytest.fixture
+def own():
+    with Instance(runtime="gvisor", max_sandboxes=2, alarm_interval_s=0.5) as instance:
+        yield instance
 
 
 @pytest.mark.slow

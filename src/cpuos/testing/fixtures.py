@@ -93,7 +93,7 @@ def sealed_instance(sealed: SealedWorld) -> Iterator[SealedInstance]:
     reason = _why_not_gvisor()
     if reason:
         pytest.skip(reason)
-    with sealed.instance(runtime="gvisor", max_sandboxes=MAX_SANDBOXES) as instance:
+    with sealed.instance(runtime="gvisor", max_sandboxes=MAX_SANDBOXES, alarm_interval_s=0.5) as instance:
         yield instance
 
 
