@@ -176,14 +176,14 @@ async def test_killed_by_an_alarm(server: Server) -> None:
 async def test_its_owners_pauses_hide_nothing(server: Server) -> None:
     """Its own time stands still while it is paused, so a window goes on where it was."""
     made = await create(server)
-    for _ in range(20):
-        await spend(server, made, cpus=2, steps=3)
+    for _ in range(14):
+        await spend(server, made, cpus=2, steps=5)
         await server.http.post(f"/v1/sandboxes/{made['id']}/pause")
-        await spend(server, made, cpus=0, steps=6)
+        await spend(server, made, cpus=0, steps=2)
         await server.http.post(f"/v1/sandboxes/{made['id']}/resume")
     assert await actions(server) == ["alarm.begin"]
     await server.http.post(f"/v1/sandboxes/{made['id']}/pause")
-    await spend(server, made, cpus=0, steps=200)
+    await spend(server, made, cpus=0, steps=61)
     assert await actions(server) == ["alarm.begin"]  # it goes on, as far as anyone knows
 
 
