@@ -10,8 +10,7 @@ import stat
 from pathlib import Path
 
 from cpuos.errors import SetupRequired
-from cpuos.services.ownership import claim_run_dir, require_own_run_dir
-from cpuos.settings import Settings, load_settings
+from cpuos.settings import Settings
 from cpuos.setup.users import GROUP, USERS
 
 __all__ = ["make_directories"]
@@ -65,9 +64,3 @@ def _require_way(path: Path) -> None:
                 f"the users {', '.join(USERS)} cannot pass {folder}",
                 hint=f"chmod o+x {folder}",
             )
-
-
-if __name__ == "__main__":  # ExecStartPre of the node's unit
-    require_own_run_dir(found := load_settings(), verb="up")
-    make_directories(found)
-    claim_run_dir(found)
