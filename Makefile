@@ -48,7 +48,7 @@ test-slow: setup-tests ## Run the long lanes
 	$(PYTHON) -m pytest -m slow --timeout 1800
 
 test-firecracker: setup-tests ## The conformance suite in Firecracker, where CPUOS_FIRECRACKER and CPUOS_JAILER name it and KVM boots
-	$(PYTHON) -m pytest -rs tests/unit/microvm/test_firecracker.py tests/runtimes/test_firecracker_conformance.py
+	$(PYTHON) -m pytest -rs tests/unit/microvm/test_firecracker.py tests/unit/microvm/test_firecracker_saves.py tests/runtimes/test_firecracker_conformance.py
 
 check: $(STAMP) ## Lint, and see that generated files are current
 	.venv/bin/ruff check

@@ -8,12 +8,48 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["SOURCES", "Host", "find_requests"]
+from cpuos.plugins import RuntimeHost
+from cpuos.runtimes.base import SandboxSpec
+from cpuos.runtimes.limits import ControlGroups
+from cpuos.runtimes.microvm.runtime import MicrovmRuntime
+
+__all__ = [
+    "BOOT",
+    "ID",
+    "INSTANCE",
+    "SOURCES",
+    "Host",
+    "driver_folder",
+    "facts_of",
+    "find_requests",
+    "make_driver",
+    "read",
+    "requests_so_far",
+    "traces",
+]
+
+# Of this process: several may test at a time.
+ID, INSTANCE = f"{os.getpid():020d}", f"{os.getpid():06x}"
+RATES = {"disk_mib_per_s": 200, "network_mib_per_s": 100, "network_packets_per_s": 5000}
+BOOT = [
+    "GET /version",
+    "PUT /logger",
+    "PUT /metrics",
+    "PUT /machine-config",
+    "PUT /boot-source",
+    "PUT /drives/template",
+    "PUT /drives/root",
+    "PUT /drives/workspace",
+    "PUT /network-interfaces/eth0",
+    "PUT /entropy",
+    "PUT /actions",
+]
 
 SOURCES = Path(__file__).parent / "firecracker"
 
@@ -47,6 +83,53 @@ def find_requests(pid: int) -> list[tuple[str, object]]:
         what, _, body = line.partition("\t")
         found.append((what, json.loads(body) if body else None))
     return found
+
+
+def make_driver(folder: Path, host: Host) -> MicrovmRuntime:
+    for name in ("state", "run"):
+        (folder / name).mkdir(exist_ok=True)
+    own = {"state_dir": folder / "state", "run_dir": folder / "run"}
+    return MicrovmRuntime(
+        RuntimeHost(instance_id=INSTANCE, data_dir=folder / "data", **own, programs=host.programs, rates=RATES)
+    )
+
+
+def traces(folder: Path) -> list[str]:
+    """All that a machine leaves on a host, and must not: folders, processes, groups, mounts."""
+    found = [str(path) for path in (folder / "run").iterdir() if path.name != "probe"]
+    found += [str(path) for path in (folder / "run" / "probe").glob("*")]
+    found += [path for path in Path("/proc/self/mountinfo").read_text().split() if path.startswith(str(folder))]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in words or f"--id\0{ID}" in words:
+            found.append(words)
+    return found + ControlGroups(INSTANCE).list()
+
+
+def requests_so_far() -> list[str]:
+    """What the machine was asked, if it is there."""
+    found = []
+    for pid in ControlGroups(INSTANCE).processes(ID):
+        try:
+            found += [what for what, _ in find_requests(pid)]
+        except OSError:
+            continue
+    return found
+
+
+def read(path: str | Path) -> str:
+    return Path(path).read_text()
+
+
+def facts_of(pid: int, name: str) -> dict[str, str]:
+    return dict(line.split(":\t") for line in read(f"/proc/{pid}/{name}").splitlines() if ":\t" in line)
+
+
+def driver_folder(spec: SandboxSpec) -> Path:
+    return spec.disk.parent / "run" / spec.id
 
 
 @functools.cache

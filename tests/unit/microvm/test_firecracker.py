@@ -9,14 +9,11 @@ import asyncio
 import json
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from cpuos.errors import PlatformError
-from cpuos.node.network.namespaces import in_fresh_thread, keep_namespace, new_namespace, release_namespace
-from cpuos.node.network.tap import make_tap
 from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import SandboxSpec
 from cpuos.runtimes.limits import ControlGroups
@@ -25,123 +22,49 @@ from cpuos.runtimes.microvm.runtime import MicrovmRuntime
 from cpuos.testing.waiting import until
 from cpuos.types.sandbox import Isolation
 from firecracker_description import problems_with
-from firecracker_host import Host, find_requests
+from firecracker_host import (
+    BOOT,
+    ID,
+    INSTANCE,
+    Host,
+    driver_folder,
+    facts_of,
+    find_requests,
+    make_driver,
+    read,
+    requests_so_far,
+    traces,
+)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
-# Of this process: several may test at a time.
-ID, INSTANCE = f"{os.getpid():020d}", f"{os.getpid():06x}"
-RATES = {"disk_mib_per_s": 200, "network_mib_per_s": 100, "network_packets_per_s": 5000}
-BOOT = [
-    "GET /version",
-    "PUT /logger",
-    "PUT /metrics",
-    "PUT /machine-config",
-    "PUT /boot-source",
-    "PUT /drives/template",
-    "PUT /drives/root",
-    "PUT /drives/workspace",
-    "PUT /network-interfaces/eth0",
-    "PUT /entropy",
-    "PUT /actions",
-]
 LONG = "9" * 5000
-
-
-@pytest.fixture(autouse=True)
-def kvm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuos.runtimes.microvm.probe.os.path.exists", lambda path: True)
-
-
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A slot, as far as a VMM is concerned."""
-    path = tmp_path_factory.mktemp("slot") / "router"
-
-    def make() -> None:
-        os.close(new_namespace())
-        keep_namespace(path)
-        make_tap("lan", mac="02:00:0a:00:00:01")
-
-    in_fresh_thread(make)
-    yield path
-    release_namespace(path)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path / "programs")
-
-
-@pytest.fixture
-def spec(tmp_path: Path, router: Path) -> SandboxSpec:
-    image = tmp_path / "data" / "microvm"
-    image.mkdir(parents=True)
-    for name in ("vmlinux", "initrd"):
-        (image / name).write_text(name)
-    manifest = {"format": 1, "kernel": "vmlinuz-1", "vmlinux": "sha256:1", "initrd": "sha256:2"}
-    (image / "manifest.json").write_text(json.dumps(manifest))
-    disk, work = tmp_path / "disk", tmp_path / "work"
-    for folder in (disk, work):
-        folder.mkdir(mode=0o700)
-    for name in ("image", "root.image"):
-        (disk / name).write_bytes(bytes(4096))
-        (disk / name).chmod(0o600)
-    (tmp_path / "template").write_bytes(b"template")
-    return SandboxSpec(
-        id=ID,
-        generation=1,
-        hostname="box",
-        cpu=2,
-        memory_mib=256,
-        disk_mib=64,
-        max_processes=64,
-        template_image=tmp_path / "template",
-        workdir=work,
-        disk=disk,
-        netns=router,
-        agent=tmp_path,
-        node_public_key=bytes(32),
-        own_kernel=True,
-    )
-
-
-@pytest.fixture
-async def driver(tmp_path: Path, host: Host, spec: SandboxSpec) -> AsyncIterator[MicrovmRuntime]:
-    made = make_driver(tmp_path, host)
-    yield made
-    await made.destroy(ID)
-    await made.close()
-    assert traces(tmp_path) == []
-
-
-def make_driver(folder: Path, host: Host) -> MicrovmRuntime:
-    for name in ("state", "run"):
-        (folder / name).mkdir(exist_ok=True)
-    own = {"state_dir": folder / "state", "run_dir": folder / "run"}
-    return MicrovmRuntime(
-        RuntimeHost(instance_id=INSTANCE, data_dir=folder / "data", **own, programs=host.programs, rates=RATES)
-    )
-
-
-def traces(folder: Path) -> list[str]:
-    """All that a machine leaves on a host, and must not: folders, processes, groups, mounts."""
-    found = [str(path) for path in (folder / "run").iterdir() if path.name != "probe"]
-    found += [str(path) for path in (folder / "run" / "probe").glob("*")]
-    found += [path for path in Path("/proc/self/mountinfo").read_text().split() if path.startswith(str(folder))]
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if str(folder) in words or f"--id\0{ID}" in words:
-            found.append(words)
-    return found + ControlGroups(INSTANCE).list()
 
 
 async def test_it_is_the_strongest_that_is_tried_and_a_guest_has_to_answer(driver: MicrovmRuntime) -> None:
     found = await driver.probe()
     assert (found.available, found.isolation, found.detail) == (True, Isolation.MICROVM, "firecracker 1.15.1 kvm")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        # As where KVM opens and runs no guest: all calls are answered well.
+        ("PUT /actions\t204", "the machine starts, but the guest prints nothing in 1 s"),
+        ('PUT /actions\t400 {"fault_message": "no KVM"}', "PUT /actions: 400: no KVM"),
+        ("PUT /boot-source\tdie", "closed the connection"),
+    ],
+)
+async def test_a_machine_that_is_said_to_run_proves_nothing(
+    driver: MicrovmRuntime, host: Host, spec: SandboxSpec, monkeypatch: pytest.MonkeyPatch, line: str, words: str
+) -> None:
+    monkeypatch.setattr("cpuos.runtimes.microvm.probe.KVM_BOOT_S", 1.0)
+    driver._prober._vmms = driver._prober._vmms[:1]
+    host.misbehave(line)
+    found = await driver.probe()
+    assert not found.available
+    assert found.reason.startswith("firecracker kvm: ")
+    assert words in found.reason
 
 
 async def test_each_request_is_as_the_public_description_has_it(driver: MicrovmRuntime, spec: SandboxSpec) -> None:
@@ -357,7 +280,7 @@ async def test_a_cancelled_start_leaves_nothing(
     ],
 )
 async def test_versions_with_known_holes_are_not_tried(
-    tmp_path: Path, spec: SandboxSpec, version: str, jailer: str, why: str
+    tmp_path: Path, spec: SandboxSpec, kvm_is_there: None, version: str, jailer: str, why: str
 ) -> None:
     driver = make_driver(tmp_path, Host(tmp_path / "old", version=version, jailer_version=jailer))
     driver._prober._vmms = driver._prober._vmms[:1]
@@ -376,112 +299,3 @@ def test_versions_that_hold_are_taken(version: str) -> None:
 def test_other_versions_are_not(version: str) -> None:
     with pytest.raises(OSError, match="Firecracker"):
         firecracker.check_version(version)
-
-
-def read(path: str | Path) -> str:
-    return Path(path).read_text()
-
-
-def facts_of(pid: int, name: str) -> dict[str, str]:
-    return dict(line.split(":\t") for line in read(f"/proc/{pid}/{name}").splitlines() if ":\t" in line)
-
-
-def driver_folder(spec: SandboxSpec) -> Path:
-    return spec.disk.parent / "run" / spec.id
-
-
-def requests_so_far() -> list[str]:
-    """What the machine was asked, if it is there."""
-    found = []
-    for pid in ControlGroups(INSTANCE).processes(ID):
-        try:
-            found += [what for what, _ in find_requests(pid)]
-        except OSError:
-            continue
-    return found
-
-
-SAVE = ["PATCH /vm", "PUT /snapshot/create", "PATCH /vm"]
-LOAD = ["GET /version", "PUT /logger", "PUT /metrics", "PUT /snapshot/load", "PATCH /vm"]
-
-
-async def test_a_machine_is_saved_in_one_moment_and_goes_on(
-    tmp_path: Path, driver: MicrovmRuntime, spec: SandboxSpec
-) -> None:
-    process = await driver.start(spec)
-    await driver.checkpoint(ID, image=tmp_path / "image")
-    asked = [(what, body) for what, body in find_requests(process.pid) if what != "GET /"][len(BOOT) :]
-    assert [what for what, _ in asked] == SAVE
-    assert [problem for what, body in asked for problem in problems_with(what, body)] == []
-    assert [body["state"] for what, body in asked if what == "PATCH /vm"] == ["Paused", "Resumed"]
-    assert read(tmp_path / "image" / "state") == "/snapshot/state"
-    assert read(tmp_path / "image" / "ram") == "/snapshot/memory"
-    assert os.stat(tmp_path / "image" / "layer.image").st_size == 4096
-    assert [path.stat().st_size for path in sorted((spec.workdir / "saves").iterdir())] == [0, 0]
-
-
-async def test_clones_map_one_memory_and_none_can_write_it(
-    tmp_path: Path, driver: MicrovmRuntime, host: Host, spec: SandboxSpec
-) -> None:
-    await driver.start(spec)
-    image = tmp_path / "image"
-    await driver.checkpoint(ID, image=image)
-    await driver.destroy(ID)
-    process = await driver.restore(spec, image=image)
-    asked = [(what, body) for what, body in find_requests(process.pid) if what != "GET /"]
-    assert [what for what, _ in asked] == LOAD
-    assert [problem for what, body in asked for problem in problems_with(what, body)] == []
-    assert dict(asked)["PUT /snapshot/load"]["mem_backend"] == {"backend_type": "File", "backend_path": "/image/memory"}
-    inside = f"/proc/{process.pid}/root/image/memory"
-    assert os.stat(inside).st_ino == os.stat(image / "ram").st_ino
-    mounts = [line.split() for line in read(f"/proc/{process.pid}/mountinfo").splitlines()]
-    options = {words[4]: words[5].split(",") for words in mounts}
-    assert {"ro", "nosuid", "nodev", "noexec"} <= set(options["/image/memory"])
-    assert {"ro"} <= set(options["/drives/template"]) & set(options["/boot"])
-    # Saving it again goes to another file than the one that it maps.
-    await driver.checkpoint(ID, image=tmp_path / "second")
-    assert read(image / "ram") == "/snapshot/memory"
-    assert os.stat(tmp_path / "second" / "ram").st_ino != os.stat(image / "ram").st_ino
-
-
-async def test_a_save_that_is_refused_leaves_no_image_and_it_runs_on(
-    tmp_path: Path, driver: MicrovmRuntime, host: Host, spec: SandboxSpec
-) -> None:
-    await driver.probe()
-    host.misbehave('PUT /snapshot/create\t400 {"fault_message": "no room"}')
-    process = await driver.start(spec)
-    with pytest.raises(PlatformError, match="cannot save"):
-        await driver.checkpoint(ID, image=tmp_path / "image")
-    assert not (tmp_path / "image").exists()
-    assert [path.stat().st_size for path in (spec.workdir / "saves").iterdir()] == [0, 0]
-    assert [what for what, _ in find_requests(process.pid)][-3:] == SAVE
-    assert await driver._prober._vmms[0].ask_state(driver_folder(spec) / "control", timeout_s=5) == "running"
-
-
-@pytest.mark.parametrize("step", LOAD)
-async def test_a_fault_at_each_step_of_a_restore_leaves_nothing(
-    tmp_path: Path, driver: MicrovmRuntime, host: Host, spec: SandboxSpec, step: str
-) -> None:
-    await driver.start(spec)
-    image = tmp_path / "image"
-    await driver.checkpoint(ID, image=image)
-    await driver.destroy(ID)
-    host.misbehave(f'{step}\t400 {{"fault_message": "it is of another"}}')
-    with pytest.raises(PlatformError, match="it is of another"):
-        await driver.restore(spec, image=image)
-    assert traces(tmp_path) == []
-    assert read(image / "ram") == "/snapshot/memory"
-
-
-async def test_an_image_of_another_version_is_refused(
-    tmp_path: Path, driver: MicrovmRuntime, host: Host, spec: SandboxSpec
-) -> None:
-    await driver.start(spec)
-    image = tmp_path / "image"
-    await driver.checkpoint(ID, image=image)
-    await driver.destroy(ID)
-    newer = make_driver(tmp_path, Host(tmp_path / "newer", version="1.16.0", jailer_version="1.16.0"))
-    with pytest.raises(PlatformError) as caught:
-        await newer.restore(spec, image=image)
-    assert caught.value.code == "snapshot_incompatible"
-    await newer.close()

@@ -204,8 +204,13 @@ async def _run(vmm: Vmm, plan: Launch, *, word: str, answer: bytes, limit_s: flo
         await asyncio.wait({reading, booting}, return_when=asyncio.FIRST_COMPLETED)
         if booting.done() and not reading.done():
             booting.result()
+        said, ended = await reading
+        if ended and not said.strip():  # then it is the call that it died of which tells more
+            await asyncio.wait({booting}, timeout=1)
+            if booting.done():
+                booting.result()
         booting.cancel()
-        return await reading
+        return said, ended
     finally:
         await asyncio.to_thread(_end, pid)
         await asyncio.wait({reading})
