@@ -169,7 +169,8 @@ class LocalNodeClient:
     def __init__(self, node_socket: Path | str, *, timeout_s: float = 60.0) -> None:
         self._socket = str(node_socket)
         self._timeout_s = timeout_s
-        transport = httpx2.AsyncHTTPTransport(uds=self._socket)
+        # No TLS there, and to load whom it would trust takes longer than most calls.
+        transport = httpx2.AsyncHTTPTransport(uds=self._socket, verify=False)
         self._http = httpx2.AsyncClient(transport=transport, base_url="http://node", timeout=timeout_s, trust_env=False)
 
     async def __aenter__(self) -> LocalNodeClient:
