@@ -68,6 +68,7 @@ class Creating:
         runtime, probe = await self._kit.runtimes.get(request.runtime)
         with self._reading(request.snapshot):
             saved = await self._read_snapshot(request, runtime=runtime)
+            await self._kit.templates.fetch(request.template, used=self._used_templates)
             digest = self._choose_template(request, saved)
             if self._answers_already(request):  # another call may have come meanwhile
                 return await self.get(request.id)
@@ -158,6 +159,9 @@ class Creating:
         if saved is not None and self._kit.templates.has(saved.template, digest=saved.template_digest):
             return saved.template_digest
         return self._kit.templates.keep(request.template).digest
+
+    def _used_templates(self) -> set[str]:
+        return {record.template_digest for record in self._ledger.all()}
 
     async def _read_snapshot(self, request: NodeSandboxCreate, *, runtime: Runtime) -> Manifest | None:
         """The snapshot's manifest, once it is proved to be good and to fit."""

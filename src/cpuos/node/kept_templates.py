@@ -6,11 +6,12 @@ built anew or removed changes nothing for sandboxes that are paused, and for sna
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import structlog
@@ -24,11 +25,14 @@ log = structlog.get_logger("cpuos.node")
 
 
 class KeptTemplates:
-    """A folder on the volume of the templates; where it is on another they are copied, when the daemon starts."""
+    """A folder on the volume of the templates; where it is on another they are copied, each before it is first used."""
 
     def __init__(self, folder: Path, *, templates: Templates) -> None:
         self._folder = folder
         self._templates = templates
+        self._stays: set[str] = set()
+        """Digests of images on another volume that are not copied."""
+        self._fetching = asyncio.Lock()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def keep(self, name: str) -> Template:
@@ -50,29 +54,42 @@ class KeptTemplates:
                 return template
             draft.unlink()
 
-    def copy_others(self, needed: Collection[str]) -> None:
-        """Copy those that cannot get a second name here, for they lie on another volume. It blocks. Not those of the
-        digests in `needed`: what was begun with them has them where they are, and goes on only so."""
+    def begin(self, used: Collection[str]) -> None:
+        """Before anything is begun: what has one of the digests in `used` has it where it is now, and goes on there."""
         for path in self._folder.glob(".*"):
             path.unlink(missing_ok=True)
-        for template in self._templates.list():
-            kept = self._path(template.digest)
-            if kept.exists() or template.digest in needed or not self._lies_elsewhere(template):
-                continue
-            draft = self._folder / f".{secrets.token_hex(8)}"
-            try:
-                _copy(template.image, draft)
-                if self._templates.get(template.name).digest == template.digest:
-                    draft.chmod(0o644)
-                    draft.rename(kept)
-            except (OSError, CpuosError) as problem:
-                log.warning("template not copied", template=template.name, why=str(problem))
-            finally:
-                draft.unlink(missing_ok=True)
+        self._stays |= {digest for digest in used if not self._path(digest).exists()}
 
-    def _lies_elsewhere(self, template: Template) -> bool:
+    async def fetch(self, name: str, *, used: Callable[[], Collection[str]]) -> None:
+        """Copy the template here, where it lies on another volume and nothing was begun with it yet. Without room it is
+        used where it is, as long as this daemon runs."""
+        if not self._lies_elsewhere(name):
+            return
+        async with self._fetching:
+            template = self._templates.get(name)
+            if template.digest in self._stays or self._path(template.digest).exists():
+                return
+            if template.digest in used() or not await asyncio.to_thread(self._fetch, template):
+                self._stays.add(template.digest)
+
+    def _fetch(self, template: Template) -> bool:
+        draft = self._folder / f".{secrets.token_hex(8)}"
         try:
-            return template.image.stat().st_dev != self._folder.stat().st_dev
+            _copy(template.image, draft)
+            if self._templates.get(template.name).digest != template.digest:
+                return False  # it was replaced meanwhile
+            draft.chmod(0o644)
+            draft.rename(self._path(template.digest))
+            return True
+        except (OSError, CpuosError) as problem:
+            log.warning("template not copied", template=template.name, why=str(problem))
+            return False
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _lies_elsewhere(self, name: str) -> bool:
+        try:
+            return self._templates.image_path(name).stat().st_dev != self._folder.stat().st_dev
         except FileNotFoundError:
             return False
 

@@ -45,7 +45,7 @@ class Upkeep:
         await asyncio.to_thread(self._kit.assembly.images.sweep)
         await asyncio.gather(*(self._recover(record) for record in await self._ledger.load()))
         await self._remove_orphans()
-        await self._copy_templates()
+        await self._begin_templates()
         await asyncio.to_thread(self._garbage.empty)
         await self.collect()
 
@@ -170,12 +170,11 @@ class Upkeep:
                 self._garbage.move(path)
         await asyncio.to_thread(self._garbage.empty)
 
-    async def _copy_templates(self) -> None:
-        """Before anything is begun with them: from then on their images stay where they are."""
-        needed = self._digests_of_records()
-        with contextlib.suppress(CpuosError):  # what a damaged image needs nobody knows: then all stay where they are
-            needed |= await asyncio.to_thread(self._digests_of_images)
-            await asyncio.to_thread(self._kit.templates.copy_others, needed)
+    async def _begin_templates(self) -> None:
+        used = self._digests_of_records()
+        with contextlib.suppress(CpuosError):  # what a damaged image was begun with nobody takes up
+            used |= await asyncio.to_thread(self._digests_of_images)
+        self._kit.templates.begin(used)
 
     async def unneeded(self) -> list[Path]:
         """Images of templates that no sandbox and no image was begun with."""

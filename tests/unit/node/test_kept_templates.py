@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -41,39 +42,48 @@ def store(folders: tuple[Path, Path]) -> KeptTemplates:
     return KeptTemplates(folders[1], templates=Templates(folders[0]))
 
 
-def test_one_of_another_volume_outlives_its_replacement(folders: tuple[Path, Path]) -> None:
+def none() -> set[str]:
+    return set()
+
+
+async def test_one_of_another_volume_outlives_its_replacement(folders: tuple[Path, Path]) -> None:
     install(folders[0], "sha256:one", b"first")
     kept = store(folders)
-    kept.copy_others(set())
-    kept.copy_others(set())
+    kept.begin(set())
+    await asyncio.gather(*(kept.fetch("base", used=none) for _ in range(3)))
     assert kept.keep("base").digest == "sha256:one"
     image = kept.image("base", digest="sha256:one")
     assert image.is_relative_to(folders[1])
+    assert list(folders[1].iterdir()) == [image]
     install(folders[0], "sha256:two", b"second")
+    await kept.fetch("base", used=none)
     assert kept.image("base", digest="sha256:one") == image
-    assert image.read_bytes() == b"first"
     assert kept.has("base", digest="sha256:one")
-    assert os.stat(image).st_mode & 0o777 == 0o644
-    # What is begun with the new one before the next start has it where it is, and goes on there.
-    assert kept.keep("base").digest == "sha256:two"
-    assert kept.image("base", digest="sha256:two") == folders[0] / "base/root.erofs"
-    kept.copy_others({"sha256:two"})
-    assert kept.image("base", digest="sha256:two") == folders[0] / "base/root.erofs"
-    kept.copy_others(set())
+    assert (image.read_bytes(), os.stat(image).st_mode & 0o777) == (b"first", 0o644)
     assert kept.image("base", digest="sha256:two").read_bytes() == b"second"
     assert [path.name for path in kept.unneeded({"sha256:two"})] == [image.name]
 
 
-def test_without_room_it_is_used_where_it_is(folders: tuple[Path, Path]) -> None:
-    install(folders[0], "sha256:large", bytes(1) + os.urandom(32 << 20))
+@pytest.mark.parametrize("known", ["from before", "by the ledger"])
+async def test_what_was_begun_with_it_has_it_where_it_was(folders: tuple[Path, Path], known: str) -> None:
+    install(folders[0], "sha256:one", b"first")
     kept = store(folders)
-    kept.copy_others(set())
+    kept.begin({"sha256:one"} if known == "from before" else set())
+    await kept.fetch("base", used=lambda: {"sha256:one"} if known == "by the ledger" else set())
+    await kept.fetch("base", used=none)
+    assert kept.image("base", digest="sha256:one") == folders[0] / "base/root.erofs"
+
+
+async def test_without_room_it_is_used_where_it_is(folders: tuple[Path, Path]) -> None:
+    install(folders[0], "sha256:large", os.urandom(32 << 20))
+    kept = store(folders)
+    await kept.fetch("base", used=none)
     assert kept.image("base", digest="sha256:large") == folders[0] / "base/root.erofs"
     assert kept.keep("base").digest == "sha256:large"
     assert list(folders[1].iterdir()) == []
 
 
-def test_one_that_is_replaced_while_it_is_copied_is_not_kept(
+async def test_one_that_is_replaced_while_it_is_copied_is_not_kept(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(folders[0], "sha256:one", b"first")
@@ -85,22 +95,26 @@ def test_one_that_is_replaced_while_it_is_copied_is_not_kept(
 
     monkeypatch.setattr(kept_templates, "_copy", late)
     kept = store(folders)
-    kept.copy_others(set())
+    await kept.fetch("base", used=none)
     assert list(folders[1].iterdir()) == []
+    monkeypatch.undo()
+    await kept.fetch("base", used=none)
+    assert kept.image("base", digest="sha256:two").read_bytes() == b"second"
 
 
 def test_what_a_killed_daemon_left_goes(folders: tuple[Path, Path]) -> None:
     kept = store(folders)
     (folders[1] / ".0123456789abcdef").write_bytes(b"half")
-    kept.copy_others(set())
+    kept.begin(set())
     assert list(folders[1].iterdir()) == []
 
 
-def test_on_one_volume_it_is_a_second_name(tmp_path: Path) -> None:
+async def test_on_one_volume_it_is_a_second_name(tmp_path: Path) -> None:
     (tmp_path / "templates").mkdir()
     install(tmp_path / "templates", "sha256:one", b"first")
     kept = store((tmp_path / "templates", tmp_path / "kept"))
-    kept.copy_others(set())
+    await kept.fetch("base", used=none)
+    await kept.fetch("of a name that is not there", used=none)
     assert list((tmp_path / "kept").iterdir()) == []
     kept.keep("base")
     assert kept.image("base", digest="sha256:one").stat().st_nlink == 2
