@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cpuos.cli.output import JsonOption, current_output
-from cpuos.cli.sandboxes import connected
+from cpuos.cli.sandboxes import connected, no_sandbox
 from cpuos.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def copy(
     what is in the folder. A local path with a colon is written ./a:b. Links are not followed.
     """
     output = current_output(ctx)
+    if source.startswith(":") or target.startswith(":"):
+        raise no_sandbox("cpuos cp")
     from_place, to_place = split_place(source), split_place(target)
     if (from_place is None) == (to_place is None):
         raise InvalidRequest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from typer.core import TyperCommand
 
 from cpuos.cli.output import JsonOption, Output, current_output
 from cpuos.cli.results import describe_end, describe_refusals, describe_result, exit_code_of
-from cpuos.cli.sandboxes import connected, parse_pairs
+from cpuos.cli.sandboxes import connected, no_sandbox, parse_pairs
 from cpuos.cli.streams import passed_stdin, print_output
 from cpuos.errors import CpuosError, InvalidRequest
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["CommandLine", "execute", "register"]
 
 AS_ARGUMENTS = "cpuos.cli.exec.arguments"
+_REFERENCE = re.compile(r"[A-Za-z0-9-]+")
 
 
 def register(app: typer.Typer) -> None:
@@ -53,9 +55,13 @@ def execute(
     from cpuos import Sandbox
 
     output = current_output(ctx)
+    output.interrupted = "interrupted; the command was ended, "
+    output.interrupted += f"sandbox {sandbox} runs on" if template is None else "and its sandbox with it"
     options = {"cwd": cwd, "env": parse_pairs(env, option="--env"), "user": user, "timeout": timeout}
     options = {key: value for key, value in options.items() if value is not None and value != {}}
     words = [*(command or [])] if template is None else [sandbox, *(command or [])]
+    if template is None and (not sandbox or (not words and not _REFERENCE.fullmatch(sandbox))):
+        raise no_sandbox("cpuos exec")
     if not words:
         raise InvalidRequest(
             "cannot run: no command is given",
@@ -157,6 +163,8 @@ class CommandLine(TyperCommand):
             if word.split("=")[0] == "--template":
                 wanted = 0  # the throw-away sandbox has no name: the first word is the command's
         if rest[:1] == ["--"]:
+            if len(words) < wanted:
+                raise no_sandbox("cpuos exec")
             rest.pop(0)
             ctx.meta[AS_ARGUMENTS] = True
         return super().parse_args(ctx, [*options, "--", *words, *rest])

@@ -116,7 +116,8 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
             output.line(describe_pool(pool))
         for alarm in alarms:
             output.line(alarm)
-        output.progress(f"{found.state}; API at {found.api_url or 'no address'}")
+        where = f"API at {found.api_url}" if found.api_url else f"try: {as_root('cpuos up')}"
+        output.progress(f"{found.state}; {where}")
     if found.state != "ready":
         raise typer.Exit(1)
 

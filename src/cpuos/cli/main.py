@@ -115,10 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     failure = EXEC_FAILURE if _runs_a_program(arguments) else 1
     try:
-        with _interrupted_by_signals():
+        with _interrupted_by_signals() as interrupts:
             _load_plugins()
             code = app(arguments, prog_name="cpuos", standalone_mode=False, obj=output)
             sys.stdout.flush()
+        if interrupts and code == 130:
+            output.progress(f"cpuos: {output.interrupted}")
         return code if isinstance(code, int) else 0
     except CpuosError as error:
         if os.environ.get("CPUOS_DEBUG") == "1":
@@ -131,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.error(_usage_error(error))
         return EXEC_FAILURE if failure == EXEC_FAILURE else error.exit_code
     except (KeyboardInterrupt, typer.Abort):
+        output.progress(f"cpuos: {output.interrupted}")
         return 130
     except BrokenPipeError:
         # The reader of our stdout has gone (`cpuos ls | head -1`): nobody is there to tell.
@@ -156,21 +159,25 @@ def _load_plugins() -> None:
 
 
 @contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """A closed terminal or a polite kill cleans up like Ctrl-C does."""
+def _interrupted_by_signals() -> Iterator[list[int]]:
+    """A closed terminal or a polite kill cleans up like Ctrl-C does. Gives the signals that came."""
+    came: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        came.append(number)
         raise KeyboardInterrupt
 
     try:
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, interrupt) for number in numbers}
     except ValueError:  # not in the main thread: an embedding program keeps its own signals
-        yield
+        yield came
         return
-    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job, nohup
+        if before[number] is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_IGN)
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -29,6 +29,8 @@ class Output:
 
     def __init__(self) -> None:
         self.json = False
+        self.interrupted = "interrupted"
+        """What Ctrl-C leaves behind, in words."""
 
     def data(self, value: Any) -> None:
         """A value for programs: one JSON document on stdout."""

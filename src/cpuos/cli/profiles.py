@@ -58,6 +58,7 @@ def run_profile(
     from cpuos.types.units import parse_duration_s
 
     output = current_output(ctx)
+    output.interrupted = "interrupted; its sandbox was ended, and nothing was written"
     again = _AgainLine(ctx)
     try:
         evidence = python_data.run(

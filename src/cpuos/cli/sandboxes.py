@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cpuos import Sandbox
     from cpuos.types.sandbox import Sandbox as SandboxInfo
 
-__all__ = ["connected", "create", "list_sandboxes", "parse_pairs", "register"]
+__all__ = ["connected", "create", "list_sandboxes", "no_sandbox", "parse_pairs", "register"]
 
 _PAIRS = {
     "--label": "cpuos create --label team=research",
@@ -103,6 +103,7 @@ def create(
         "idempotency_key": idempotency_key,
     }
     given = {key: value for key, value in wishes.items() if value is not None and value != {}}
+    output.interrupted = "interrupted; no sandbox is left"
     with output.working(f"creating a sandbox from {snapshot or template or 'python'}"), Client() as client:
         info = Sandbox.create(template, client=client, **given).info
     if output.json:
@@ -162,6 +163,15 @@ def _left(info: SandboxInfo) -> str:
     if info.ended_at is not None:
         return ""
     return in_future(info.expires_at) if info.left_s is None else f"{info.left_s:.0f}s of running"
+
+
+def no_sandbox(command: str) -> InvalidRequest:
+    """No word stands where the sandbox should: most often of a variable."""
+    return InvalidRequest(
+        "cannot tell which sandbox is meant: none is given",
+        "a variable such as $box is empty when the create that should fill it has failed",
+        hint=f"{command} --help",
+    )
 
 
 @contextmanager

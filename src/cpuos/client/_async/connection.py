@@ -78,7 +78,7 @@ class AsyncConnection:
                 if delay is None:
                     raise unreachable(
                         self._error_code, url=base_url, reason=failure.reason, sent=failure.sent
-                    ) from failure
+                    ) from None  # its reason says all that the transport's own errors do
             else:
                 delay = retry.after_error(error)
                 if not once and not renewed and self.renews(error, authorization):
@@ -100,7 +100,7 @@ class AsyncConnection:
             except TransportFailure as failure:
                 delay = retry.after_failure(failure)
                 if delay is None:
-                    raise unreachable(self._error_code, url=path, reason=failure.reason, sent=True) from failure
+                    raise unreachable(self._error_code, url=path, reason=failure.reason, sent=True) from None
             finally:
                 await answer.close()
             await sleep(delay)

@@ -146,7 +146,7 @@ async def open_pty(
         try:
             session = AsyncPty(gateway, await WebSocket.connect(url, headers))
         except TransportFailure as failure:
-            raise unreachable("gateway_unavailable", url=base_url, reason=failure.reason, sent=False) from failure
+            raise unreachable("gateway_unavailable", url=base_url, reason=failure.reason, sent=False) from None
         try:
             await session.begin()
             return session

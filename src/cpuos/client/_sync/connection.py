@@ -79,7 +79,7 @@ class Connection:
                 if delay is None:
                     raise unreachable(
                         self._error_code, url=base_url, reason=failure.reason, sent=failure.sent
-                    ) from failure
+                    ) from None  # its reason says all that the transport's own errors do
             else:
                 delay = retry.after_error(error)
                 if not once and not renewed and self.renews(error, authorization):
@@ -101,7 +101,7 @@ class Connection:
             except TransportFailure as failure:
                 delay = retry.after_failure(failure)
                 if delay is None:
-                    raise unreachable(self._error_code, url=path, reason=failure.reason, sent=True) from failure
+                    raise unreachable(self._error_code, url=path, reason=failure.reason, sent=True) from None
             finally:
                 answer.close()
             sleep(delay)

@@ -88,7 +88,7 @@ class Ports:
             finally:
                 answer.close()
         except TransportFailure as failure:
-            raise unreachable("gateway_unavailable", url=url, reason=failure.reason, sent=failure.sent) from failure
+            raise unreachable("gateway_unavailable", url=url, reason=failure.reason, sent=failure.sent) from None
         body = b"".join(pieces)
         if answer.status >= 400 and "x-cpuos-error" in answer.headers:
             raise answer_error(answer.status, body)

@@ -147,7 +147,7 @@ def open_pty(
         try:
             session = Pty(gateway, WebSocket.connect(url, headers))
         except TransportFailure as failure:
-            raise unreachable("gateway_unavailable", url=base_url, reason=failure.reason, sent=False) from failure
+            raise unreachable("gateway_unavailable", url=base_url, reason=failure.reason, sent=False) from None
         try:
             session.begin()
             return session
