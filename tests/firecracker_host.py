@@ -6,6 +6,7 @@ and behind it a program that answers its API, both run for real.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -135,6 +136,7 @@ def driver_folder(spec: SandboxSpec) -> Path:
 @functools.cache
 def _compiled(version: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="cpuos-fake-firecracker-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     out, source = folder / "firecracker", SOURCES / "fake_firecracker.c"
     flags = ["-static", "-O1", "-Wall", "-Wno-format-truncation", f'-DVERSION="{version}"']
     subprocess.run(["gcc", *flags, "-o", str(out), str(source), "-lm"], check=True, capture_output=True)

@@ -352,7 +352,7 @@ _RULES: tuple[Callable[[HostView], Iterator[Finding]], ...] = (
 def _look_at_place(view: HostView, place: Place) -> Iterator[Finding]:
     facts = view.facts(str(place.path))
     if facts is None:
-        yield _unknown(place.name, f"there is no {place.path}, or it cannot be looked at", fix="sudo cpuos setup")
+        yield _unknown(place.name, f"there is no {place.path}, or it cannot be looked at", fix="sudo cpuos up")
         return
     mode, told = facts.st_mode & 0o7777, f"{place.path}, owner {facts.st_uid}, mode {facts.st_mode & 0o777:04o}"
     if facts.st_uid != 0 or mode & 0o022:
