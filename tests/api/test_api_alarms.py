@@ -198,6 +198,18 @@ async def test_one_that_does_not_stand_still_is_killed(server: Server) -> None:
     assert shown["reason"].endswith("and it could not be paused: 2 run on")
 
 
+async def test_the_platforms_own_trouble_is_not_held_against_it(server: Server) -> None:
+    made = await create(server, alarms=["cpu=50%/5m:pause"])
+    gateway = server.installation.gateway
+    gateway.suspend_error = Unavailable("cannot reach the gateway", "it is down", code="gateway_unavailable")
+    await spend(server, made, cpus=2, steps=40)
+    gateway.suspend_error = Conflict("cannot freeze", "2 run on", code="freeze_failed")
+    await spend(server, made, cpus=2, steps=6)  # a minute of its own unwillingness is not over yet
+    assert (await server.get("box"))["state"] == "running"
+    await spend(server, made, cpus=2, steps=1)
+    assert (await server.get(made["id"]))["state"] == "stopped"
+
+
 async def test_an_action_that_the_platform_could_not_take_is_tried_again(server: Server) -> None:
     made = await create(server, alarms=["cpu=50%/5m:pause"])
     gateway = server.installation.gateway

@@ -3,13 +3,13 @@ by which rule."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Row
 
-from cpuos.errors import CapacityExceeded, CpuosError, Unavailable
-from cpuos.server.audit import SYSTEM, Audit
+from cpuos.errors import CapacityExceeded, CpuosError, SandboxGone, Unavailable
+from cpuos.server.audit import SYSTEM, Audit, Intent
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
 from cpuos.server.episodes import Episode, describe
@@ -20,7 +20,7 @@ from cpuos.types.audit import AuditResult
 
 __all__ = ["AlarmActions"]
 
-# So long after its alarm a sandbox may be unwilling to stand still, before it is killed: else it could go on for ever.
+# So long a sandbox may be unwilling to stand still, before it is killed: else it could go on for ever.
 _UNWILLING = timedelta(seconds=60)
 
 
@@ -33,6 +33,12 @@ class AlarmActions:
         self._pausing = pausing
         self._audit = audit
         self._clock = clock
+        self._unwilling: dict[str, datetime] = {}
+        """By sandbox: since when it could not be paused by its own fault."""
+
+    def forget(self, sandbox_id: str) -> None:
+        """Its alarm is over."""
+        self._unwilling.pop(sandbox_id, None)
 
     async def take(self, row: Row[Any], episode: Episode) -> None:
         """Return when it is paused or gone; what fails is to be tried again."""
@@ -44,10 +50,10 @@ class AlarmActions:
             return
         try:
             await self._pausing.pause(row, reason=reason, firmly=True)
-        except (Unavailable, CapacityExceeded):
-            raise  # the node's own trouble
+        except (Unavailable, CapacityExceeded, SandboxGone):
+            raise  # the node's own trouble, or it has ended
         except CpuosError as error:
-            if self._clock() < episode.since + _UNWILLING:
+            if self._clock() < self._unwilling.setdefault(row.id, self._clock()) + _UNWILLING:
                 raise
             await self._kill(row, reason=f"{reason}, and it could not be paused: {error.why or error.what}")
 
@@ -61,13 +67,14 @@ class AlarmActions:
                 target=row.id,
                 detail={"reason": reason},
             )
-        result, detail = AuditResult.ERROR, {"reason": reason}
         try:
             await self._lifecycle.kill(row, reason=reason)
-            result = AuditResult.OK
         except CpuosError as error:
-            detail |= {"code": error.code, "what": error.what}
+            told = {"reason": reason, "code": error.code, "what": error.what}
+            await self._conclude(row, intent, result=AuditResult.ERROR, detail=told)
             raise
-        finally:
-            async with self._database.write() as connection:
-                await self._audit.conclude(connection, intent, result=result, sandbox=row.id, detail=detail)
+        await self._conclude(row, intent, result=AuditResult.OK, detail={"reason": reason})
+
+    async def _conclude(self, row: Row[Any], intent: Intent, *, result: AuditResult, detail: dict[str, Any]) -> None:
+        async with self._database.write() as connection:
+            await self._audit.conclude(connection, intent, result=result, sandbox=row.id, detail=detail)

@@ -246,6 +246,7 @@ class UsageAlarms:
                 _log.info("alarm over", sandbox=row.id, **detail)
         if self._alarmed is not None and not left:
             self._alarmed.discard(row.id)
+            self._actions.forget(row.id)
 
     async def _set(self, connection: Any, row: Row[Any], episodes: Sequence[Episode]) -> None:
         kept = [one.kept() for one in episodes]
