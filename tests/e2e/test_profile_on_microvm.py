@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from cpuos.cli.main import main
+from cpuos.settings import load_settings
 from cpuos.testing.instance import Instance
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.microvm, pytest.mark.timeout(400)]
@@ -48,6 +50,24 @@ def test_the_analysis_is_the_same(
     instance: Instance, microvm_instance: Instance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_weather(tmp_path / "weather.csv")
+    check_the_same(instance, microvm_instance, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_analysis_of_the_demo_is_the_same(
+    instance: Instance, microvm_instance: Instance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the table of the demo, where set-up has fetched it (`python -m cpuos.setup --example`)."""
+    table = load_settings().cache_dir / "examples" / "seattle-weather.csv"
+    if not table.exists():
+        pytest.skip(f"{table} was not fetched")
+    shutil.copyfile(table, tmp_path / "weather.csv")
+    check_the_same(instance, microvm_instance, tmp_path, monkeypatch)
+
+
+def check_the_same(
+    instance: Instance, microvm_instance: Instance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_gvisor, picture = analyse(instance, tmp_path, monkeypatch)
     options = ["--runtime", "microvm", "--allow-emulated", "--timeout", "5m"]
     in_machine, same = analyse(microvm_instance, tmp_path, monkeypatch, *options)

@@ -10,9 +10,12 @@ from sqlalchemy import Row
 from cpuos.errors import CpuosError
 from cpuos.server.asks import what_is_missing
 from cpuos.types.node import Restored, SandboxFacts
-from cpuos.types.sandbox import HOST_RESTARTED, Recreated
+from cpuos.types.sandbox import HOST_RESTARTED, Isolation, Recreated
 
 __all__ = ["given_up", "recreated"]
+
+# What such a guest has not synced is in the memory of its own kernel, and ends with it.
+_OWN_KERNEL = (Isolation.MICROVM, Isolation.EMULATED)
 
 
 def recreated(row: Row[Any], facts: SandboxFacts, *, now: datetime) -> dict[str, Any]:
@@ -24,7 +27,7 @@ def recreated(row: Row[Any], facts: SandboxFacts, *, now: datetime) -> dict[str,
         at=now,
         lost_at=row.lost_at,
         lost_reason=row.lost_reason or "",
-        workspace="synced" if row.lost_reason == HOST_RESTARTED else "all",
+        workspace="synced" if row.lost_reason == HOST_RESTARTED or row.isolation in _OWN_KERNEL else "all",
         root="template" if root_at is None else "saved",
         root_at=root_at,
         root_age_s=None if root_at is None else max(0.0, (row.lost_at - root_at).total_seconds()),

@@ -91,8 +91,8 @@ class Recreated(Answer):
     """When it was found to be lost."""
     lost_reason: str
     workspace: Literal["all", "synced"]
-    """Of /workspace: all that was written until its process ended; `synced` where the host ended too: at least all
-    that was synced before."""
+    """Of /workspace: all that was written until its process ended; `synced` where the host ended too, or a kernel of
+    its own: at least all that was synced before."""
     root: Literal["saved", "template"]
     """All else below /: as it was last saved apart, or as its template has it."""
     root_at: datetime | None = None

@@ -54,8 +54,7 @@ class Qemu:
             *("-accel", accelerator, "-cpu", "host" if self.kvm else "max"),
             *("-smp", str(machine.cpu), "-m", str(machine.memory_mib)),
             *_memory(machine),
-            *("-kernel", machine.kernel, "-initrd", machine.initrd),
-            *("-append", f"{_kernel_arguments(machine, kvm=self.kvm)} {machine.arguments}"),
+            *(_boot(machine, kvm=self.kvm) if machine.saved is None else ()),
             *(word for drive in machine.drives for word in _drive(drive)),
             *("-device", "virtio-rng-device"),
         ]
@@ -140,6 +139,12 @@ def _drive(drive: Drive) -> list[str]:
         *("-blockdev", f"driver=raw,file={drive.name}-file,node-name={drive.name},read-only={read_only},discard=unmap"),
         *("-device", f"virtio-blk-device,drive={drive.name},serial={drive.name}"),
     ]
+
+
+def _boot(machine: Machine, *, kvm: bool) -> list[str]:
+    """One that goes on has all of this in its memory, and would only read it."""
+    arguments = f"{_kernel_arguments(machine, kvm=kvm)} {machine.arguments}"
+    return ["-kernel", machine.kernel, "-initrd", machine.initrd, "-append", arguments]
 
 
 def _kernel_arguments(machine: Machine, *, kvm: bool) -> str:
