@@ -19,6 +19,7 @@ from cpuos.errors import PlatformError
 from cpuos.node.images import ImageStore, pause_name
 from cpuos.node.journal import Record
 from cpuos.node.resources import Disks
+from cpuos.node.storage.digest import only_moved
 
 __all__ = ["DiskReceipts"]
 
@@ -26,7 +27,7 @@ log = structlog.get_logger("cpuos.node")
 
 NOTE = "workspace"
 CHANGED = "/workspace as it was: its disk was changed while it was paused"
-UNKNOWN = "/workspace as it was: its disk was changed or moved before its digest was made"
+UNKNOWN = "/workspace as it was: its disk was changed before its digest was made"
 _IDLE = 19
 
 
@@ -54,9 +55,13 @@ class DiskReceipts:
 
     async def missing(self, record: Record) -> list[str]:
         """What is not as it was."""
-        if not record.disk_mark or await self._disks.mark(record.id) == record.disk_mark:
+        mark = await self._disks.mark(record.id) if record.disk_mark else ""
+        if mark == record.disk_mark:
             return []
         noted = await self._noted(record)
+        if noted is None and only_moved(record.disk_mark, mark):
+            log.info("disk was moved before its digest was made", sandbox=record.id)
+            return []
         if noted is None:
             log.error("disk changed while paused, and its digest is not known", sandbox=record.id)
             return [UNKNOWN]

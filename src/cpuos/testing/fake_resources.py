@@ -57,7 +57,10 @@ class FakeDisks:
         return self._mark(sandbox_id) == mark
 
     def _mark(self, sandbox_id: str) -> str:
-        return " ".join(f"{path.name}:{status.st_ino}:{status.st_ctime_ns}" for path, status in self._files(sandbox_id))
+        return " ".join(
+            f"{path.name}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+            for path, status in self._files(sandbox_id)
+        )
 
     def digest(self, sandbox_id: str, *, go_on: Callable[[], bool]) -> str | None:
         digest = hashlib.sha256()

@@ -76,6 +76,18 @@ async def test_a_disk_that_was_moved_is_what_it_was(node, asking):
     assert (await resume(node)).missing == []
 
 
+async def test_a_disk_that_was_moved_before_its_digest_was_made(node, asking, monkeypatch):
+    """As by a move of all data right after a shutdown: it has its length and its times, and another place."""
+    monkeypatch.setattr(node.parts.disks, "digest", lambda sandbox_id, go_on: None)
+    await node.client.create(asking())
+    file(node).write_text("before")
+    await node.client.pause(A, generation=1, freeze=FREEZE)
+    moved = file(node).with_name("moved")
+    shutil.copy2(file(node), moved)
+    moved.replace(file(node))
+    assert (await resume(node)).missing == []
+
+
 async def test_a_change_before_the_digest_is_made_is_told_as_not_known(node, asking, monkeypatch):
     monkeypatch.setattr(node.parts.disks, "digest", lambda sandbox_id, go_on: None)  # as when it is given up
     await node.client.create(asking())

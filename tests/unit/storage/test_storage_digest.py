@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
-from cpuos.node.storage.digest import digest_of, mark_of
+from cpuos.node.storage.digest import digest_of, mark_of, only_moved
 
 SIZE = 8 << 20
 
@@ -39,6 +40,20 @@ def test_a_changed_byte_moves_both_though_the_times_are_put_back(image: Path) ->
     os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert mark_of([image]) != mark
     assert digest_of([image], go_on=go_on) != digest
+
+
+def test_a_moved_one_is_told_from_a_changed_one(image: Path, tmp_path: Path) -> None:
+    mark, folder = mark_of([image]), tmp_path / "other"
+    folder.mkdir()
+    shutil.copy2(image, folder / "image")
+    assert only_moved(mark, mark_of([folder / "image"]))
+    assert not only_moved(mark, mark)
+    assert not only_moved(mark, "")
+    with (folder / "image").open("r+b") as file:
+        file.write(b"x")
+    assert not only_moved(mark, mark_of([folder / "image"]))
+    os.utime(image, ns=(1, image.stat().st_mtime_ns))  # in its place with its times: whatever that was, it was no move
+    assert not only_moved(mark, mark_of([image]))
 
 
 def test_a_copy_with_other_holes_has_the_same_digest(image: Path, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from cpuos.node.storage.copying import data_ranges
 
-__all__ = ["digest_of", "mark_of"]
+__all__ = ["digest_of", "mark_of", "only_moved"]
 
 _BLOCK = 1 << 20
+_FIELDS = 5
 _ZEROS = bytes(_BLOCK)
 
 
@@ -35,6 +36,17 @@ def mark_of(files: Sequence[Path], *, sync: bool = True) -> str:
             os.close(descriptor)
         marks.append(f"{path.name}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}")
     return " ".join(marks)
+
+
+def only_moved(before: str, now: str) -> bool:
+    """Whether these marks differ as those of files do that were copied to another place with their times."""
+    first, then = ([file.split(":") for file in mark.split(" ")] for mark in (before, now))
+    if len(first) != len(then) or not all(len(file) == _FIELDS for file in [*first, *then]):
+        return False
+    alike = [(name, size, moment) for name, _, size, moment, _ in first]
+    return alike == [(name, size, moment) for name, _, size, moment, _ in then] and all(
+        one[1] != other[1] for one, other in zip(first, then, strict=True)
+    )
 
 
 def digest_of(files: Sequence[Path], *, go_on: Callable[[], bool]) -> str | None:
