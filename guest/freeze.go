@@ -70,14 +70,15 @@ type listener struct {
 
 // missing names what is not there any more, and not all of very much.
 func (a *agent) missing(told receipt, own string) []string {
-	gone, buffer, present := []string{}, make([]byte, 4096), listeners(own)
+	gone, pids, buffer, present := []string{}, map[int]bool{}, make([]byte, 4096), listeners(own)
 	for _, was := range told.Programs {
 		if p, alive := readProcess(was.Pid, buffer); !alive || p.state == 'Z' || p.name != was.Name {
-			gone = append(gone, fmt.Sprintf("process %d (%s)", was.Pid, was.Name))
+			gone, pids[was.Pid] = append(gone, fmt.Sprintf("process %d (%s)", was.Pid, was.Name)), true
 		}
 	}
 	for _, id := range told.Commands {
-		if !slices.ContainsFunc(a.allCommands(), func(c *command) bool { return c.id == id && !c.hasEnded() }) {
+		// One that ended as all was stopped may be known as running: its process is none of these.
+		if !slices.ContainsFunc(a.allCommands(), func(c *command) bool { return c.id == id && !pids[c.pid] }) {
 			gone = append(gone, "command "+id)
 		}
 	}

@@ -236,7 +236,12 @@ func TestGoesOnWholeUnlessAskedOtherwise(t *testing.T) {
 		t.Errorf("a repeat tells something else: %+v", again.Thawed)
 	}
 	a.incomplete = false
+	id, _ = a.stream("true", nil)
+	eventually(t, "it has ended", func() bool {
+		return strings.Contains(string(a.want(200, "", "GET", "/v1/commands/"+id, nil)), `"status":"exited"`)
+	})
 	must(t, json.Unmarshal(a.want(200, "", "POST", "/v1/freeze", with{"freeze": nonce2}), &a.expected))
+	a.expected["commands"] = append(a.expected["commands"].([]any), id) // told while it ended
 	if facts := a.thawAs(200, nonce2, with{"incarnation": 2}); len(facts.Thawed.Missing) != 0 {
 		t.Errorf("%+v", facts.Thawed)
 	}

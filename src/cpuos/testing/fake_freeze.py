@@ -70,13 +70,14 @@ class FakeFreezer:
     def missing(self, told: dict[str, Any]) -> list[str]:
         """What of it is not there any more."""
         present = listeners(self._processes())
-        running = {facts["id"] for facts in self._commands.list() if facts["status"] == "running"}
-        gone = [
-            f"process {was['pid']} ({was['name']})"
-            for was in told.get("programs", [])
-            if _state(was["pid"]) in "ZX" or _name(was["pid"]) != was["name"]
+        lost = [
+            was for was in told.get("programs", []) if _state(was["pid"]) in "ZX" or _name(was["pid"]) != was["name"]
         ]
-        gone += [f"command {one}" for one in told.get("commands", []) if one not in running]
+        gone = [f"process {was['pid']} ({was['name']})" for was in lost]
+        pids = {was["pid"] for was in lost}
+        # One that ended as all was stopped may be known as running: its process is none of these.
+        known = {facts["id"] for facts in self._commands.list() if facts.get("pid") not in pids}
+        gone += [f"command {one}" for one in told.get("commands", []) if one not in known]
         return gone + [
             f"listener on {was['address']}:{was['port']}" for was in told.get("listeners", []) if was not in present
         ]
