@@ -8,6 +8,8 @@ DATA_DIR := $(or $(CPUOS_DATA_DIR),/var/lib/cpuos)
 EXAMPLE := examples/seattle-weather
 export UV_CACHE_DIR ?= $(DATA_DIR)/cache/uv-cache
 GO_ENVIRONMENT := GOCACHE=$(DATA_DIR)/cache/go/build GOMODCACHE=$(DATA_DIR)/cache/go/mod GOPATH=$(DATA_DIR)/cache/go/path GOTOOLCHAIN=local GOFLAGS=-buildvcs=false CGO_ENABLED=0
+# 0: the tests follow each other in one process. 2: as tests/lanes.py says.
+TEST_PROCESSES ?= 0
 # Lines of stdout and stderr come in the order in which they were written, in pipes too.
 export PYTHONUNBUFFERED := 1
 
@@ -42,7 +44,7 @@ down: $(STAMP) ## Stop cpuOS and its sandboxes
 test: setup-tests ## Run the tests, on real sandboxes too
 	@go=$$($(PYTHON) -m cpuos.setup --go) && cd guest && $(GO_ENVIRONMENT) "$$go" vet ./... && \
 		$(GO_ENVIRONMENT) "$$go" test ./...
-	$(PYTHON) -m pytest -m "not slow"
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not slow"
 
 test-slow: setup-tests ## Run the long lanes
 	$(PYTHON) -m pytest -m slow --timeout 1800

@@ -2,7 +2,9 @@
 
 import os
 import signal
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shell starts background work with SIGINT ignored, and that is inherited: tests of Ctrl-C mean the default.
@@ -16,3 +18,11 @@ settings.register_profile("cpuos", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("cpuos")
 
 pytest_plugins = ["cpuos.testing.fixtures"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: who runs what."""
+    from lanes import LaneScheduling
+
+    return LaneScheduling(config, log)
