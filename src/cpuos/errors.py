@@ -31,6 +31,7 @@ __all__ = [
     "SetupRequired",
     "Unavailable",
     "error_from_body",
+    "is_error_body",
 ]
 
 
@@ -444,11 +445,17 @@ _WORDS: dict[str, tuple[str, str]] = {
 }
 
 
+def is_error_body(body: Any) -> bool:
+    """Whether a peer's answer says what went wrong. One of its web server alone does not: the peer has stopped while it
+    worked on the call."""
+    return isinstance(body, dict) and isinstance(body.get("error"), dict)
+
+
 def error_from_body(body: Any, *, status: int = 500) -> CpuosError:
     """Rebuild the exception that a peer sent; an unknown code becomes PlatformError with the peer's text."""
-    error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
+    if not is_error_body(body):
         return PlatformError(f"cannot read the answer: HTTP {status} without an error body", code="internal")
+    error = body["error"]
     code = str(error.get("code", ""))
     cls = ERRORS[code][0] if code in ERRORS else PlatformError
     details = error.get("details")

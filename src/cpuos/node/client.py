@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import httpx2
 from pydantic import BaseModel
 
-from cpuos.errors import CpuosError, Unavailable, error_from_body
+from cpuos.errors import CpuosError, Unavailable, error_from_body, is_error_body
 from cpuos.types.limits import LimitFacts
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
@@ -307,6 +307,8 @@ class LocalNodeClient:
             decoded = answer.json()
         except ValueError:
             decoded = None
+        if answer.status_code >= 500 and not is_error_body(decoded):
+            raise _unreachable(self._socket, ConnectionError("it stopped while it worked on the call"))
         if answer.status_code >= 400 or decoded is None:
             raise error_from_body(decoded, status=answer.status_code)
         return decoded

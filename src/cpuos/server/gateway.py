@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import httpx2
 
-from cpuos.errors import PlatformError, Unavailable, error_from_body
+from cpuos.errors import PlatformError, Unavailable, error_from_body, is_error_body
 
 __all__ = [
     "GatewayControl",
@@ -290,18 +290,20 @@ class LocalGatewayControl:
         try:
             answer = await self._http.request(method, path, json=body, params=query, timeout=timeout)
         except httpx2.TransportError as error:
-            raise Unavailable(
-                "cannot reach the gateway",
-                f"{self._socket}: {str(error) or type(error).__name__}",
-                code="gateway_unavailable",
-                hint="cpuos status",
-            ) from error
+            raise self._unreachable(str(error) or type(error).__name__) from error
         if answer.status_code == 204:
             return None
         try:
             decoded = answer.json()
         except ValueError:
             decoded = None
+        if answer.status_code >= 500 and not is_error_body(decoded):
+            raise self._unreachable("it stopped while it worked on the call")
         if answer.status_code >= 400:
             raise error_from_body(decoded, status=answer.status_code)
         return decoded
+
+    def _unreachable(self, why: str) -> Unavailable:
+        return Unavailable(
+            "cannot reach the gateway", f"{self._socket}: {why}", code="gateway_unavailable", hint="cpuos status"
+        )
