@@ -14,8 +14,6 @@ from cpuos.node.client import LocalNodeClient
 from cpuos.server.gateway import LocalGatewayControl
 
 _BARE = b"HTTP/1.1 500 x\r\ncontent-type: text/plain\r\ncontent-length: 21\r\n\r\nInternal Server Error"
-    b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: text/plain\r\ncontent-length: 21\r\n\r\nInternal Server Error"
-)
 _SAID = b'HTTP/1.1 500 x\r\ncontent-length: 63\r\n\r\n{"error": {"code": "internal", "what": "cannot x", "why": "y"}}'
 
 
