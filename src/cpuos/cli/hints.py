@@ -28,7 +28,7 @@ _PROGRAMS = frozenset(
     {
         *("cpuos", "apt-get", "cat", "chmod", "cp", "curl", "df", "env", "export", "free", "groupdel", "losetup", "ls"),
         *("make", "mkdir", "modprobe", "mount", "pip", "ps", "python3", "rm", "ssh", "su", "tail", "umount", "unset"),
-        *("nft", "uname", "userdel"),
+        *("findmnt", "nft", "uname", "userdel"),
     }
 )
 _GROUPS = frozenset({"harden", "key", "pack", "profile", "snapshots", "template"})

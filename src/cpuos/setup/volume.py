@@ -112,7 +112,7 @@ def make_volume(
                 raise SetupRequired(
                     f"cannot move {settings.data_dir}: the copy differs in {difference}",
                     "something has written to it meanwhile; it is as it was",
-                    hint=f"lsof +D {settings.data_dir}",
+                    hint=f"ls -lt {settings.data_dir}",
                 )
             checkpoint("compared")
             identity = secrets.token_hex(16)
@@ -230,8 +230,8 @@ def _check_size(settings: Settings, size_mib: int) -> None:
     if there != size_mib:
         raise Conflict(
             f"cannot make the volume of {settings.data_dir} {size_mib} MiB large",
-            f"it is there with {there} MiB; only its own tools change that",
-            hint=f"fallocate and xfs_growfs of {volume_image(settings)}, while cpuOS is down",
+            f"it is there with {there} MiB; docs/how-to/operate.md says how it is made larger",
+            hint=f"ls -l {volume_image(settings)}",
         )
 
 
