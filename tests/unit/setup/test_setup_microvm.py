@@ -153,6 +153,6 @@ def test_an_image_is_current_until_one_of_its_parts_changes(tmp_path: Path, monk
     assert not image_is_current(host, source=source)
 
 
-def test_only_microvms_are_set_up_beside_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_set_up_beside_the_rest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["setup", "firecracker"]) != 0
-    assert "there is only microvm" in capsys.readouterr().err
+    assert "microvm and storage" in capsys.readouterr().err
