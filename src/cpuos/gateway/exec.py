@@ -195,7 +195,7 @@ def _parts(offset: int, total: int, gap: tuple[int, int] | None, limit: int | No
 
 async def write_stdin(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
     """POST …/stdin: bytes at an offset; a repeat is skipped. Answered when the program has taken them or is gone."""
-    run = sandbox.find_run(call.values["command"])
+    run = await sandbox.find_run(call.values["command"])
     if not sandbox.store.get(call.values["command"]).record.stdin_open:
         raise Conflict("cannot take stdin: the command was started without it", hint='start it with "stdin": "open"')
     offset = call.number("offset", default=0)
@@ -220,7 +220,7 @@ async def write_stdin(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gatew
 
 async def kill_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
     """POST …/kill: KILL ends the whole tree, and the answer is its end."""
-    run = sandbox.find_run(call.values["command"])
+    run = await sandbox.find_run(call.values["command"])
     request: _KillRequest = read_model(_KillRequest, await call.body(limit=gateway.limits.json_bytes))
     number = signal_number(request.signal)
     if run is not None:
@@ -232,7 +232,7 @@ async def kill_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gate
 
 async def resize_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gateway: Gateway) -> None:
     """POST …/resize: the size of a pty."""
-    run = sandbox.find_run(call.values["command"])
+    run = await sandbox.find_run(call.values["command"])
     size: Pty = read_model(Pty, await call.body(limit=gateway.limits.json_bytes))
     if run is not None:
         if not run.recorded.record.command.pty:

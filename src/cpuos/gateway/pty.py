@@ -54,7 +54,7 @@ async def open_pty(call: Call, gateway: Gateway) -> None:
         await sandbox.awake()
         with gateway.streams.open(ticket), sandbox.slots.hold("ptys"), sandbox.activity.hold():
             recorded = await _command(call, sandbox, ticket)
-            run = sandbox.runs.get(recorded.id)
+            run = await sandbox.find_run(recorded.id)
             await _serve(socket, recorded, None if run is None else _Keys(run, gateway, ticket, sandbox))
         await socket.close(CLOSED)
     except _Gone:

@@ -461,9 +461,11 @@ class GatewaySandbox:
                 record.intent, record.ticket, "command.start", target=run.id, result=result, detail=detail
             )
 
-    def find_run(self, command_id: str) -> CommandRun | None:
-        """The running command, or None when it has ended; unknown ids raise."""
-        self.store.get(command_id)
+    async def find_run(self, command_id: str) -> CommandRun | None:
+        """The running command, or None when it has ended; unknown ids raise. One that an earlier process started is
+        waited for until it is taken up."""
+        if not self.store.get(command_id).ended and command_id not in self.runs:
+            await self.agent()
         return self.runs.get(command_id)
 
     def oom(self, pids: set[int]) -> list[str]:

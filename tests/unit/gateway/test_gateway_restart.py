@@ -13,9 +13,10 @@ from pathlib import Path
 import httpx2
 import pytest
 from gateway_process import GatewayProcess, fixed_dialler, gateway_process
-from gateway_rig import SANDBOX, DataClient, TicketMint, go_agent
+from gateway_rig import SANDBOX, DataClient, LocalDialled, LocalDialler, Rig, TicketMint, go_agent, open_rig
+from websockets.asyncio.client import connect
 
-from cpuos.types.frames import FrameDecoder, FrameKind
+from cpuos.types.frames import FrameDecoder, FrameKind, encode_frame
 
 
 @pytest.fixture
@@ -128,6 +129,66 @@ async def test_stdin_goes_on_after_a_restart(process: GatewayProcess, mint: Tick
         assert (end["status"], end["stdout_bytes"]) == ("exited", 600_000)
         output = (await client.call("GET", f"/commands/{command_id}/output")).content
     assert hashlib.sha256(output).digest() == hashlib.sha256(data).digest()
+
+
+class SlowNode(LocalDialler):
+    """Gives no socket until it may."""
+
+    async def dial(self, sandbox_id: str, generation: int) -> LocalDialled:
+        await self.may.wait()
+        return await super().dial(sandbox_id, generation)
+
+
+@pytest.mark.parametrize("asked", ["stdin", "kill", "resize", "terminal"])
+async def test_what_is_asked_before_the_commands_are_taken_up_waits(
+    agent_binary: Path, tmp_path: Path, asked: str
+) -> None:
+    """Else it would be dropped, and the answer say that it was done."""
+    dialler = SlowNode(address=("127.0.0.1", 1))
+    dialler.may = asyncio.Event()
+    dialler.may.set()
+    async with go_agent(agent_binary, tmp_path, dialler):
+        async with open_rig(tmp_path, dialler) as rig, rig.client() as client:
+            await rig.attach()
+            size = {"pty": {"cols": 91, "rows": 33}} if asked in ("resize", "terminal") else {"stdin": "open"}
+            command_id = await client.spawn(["/bin/bash", "-c", "read line; stty size; echo got $line"], **size)
+        dialler.may.clear()
+        async with open_rig(tmp_path, dialler, mint=rig.mint) as rig, rig.client() as client:
+            asking = asyncio.create_task(_ask(rig, client, asked, command_id))
+            await asyncio.sleep(0.2)
+            assert not asking.done()
+            dialler.may.set()
+            await asyncio.wait_for(asking, 30)
+            end = await client.wait(command_id)
+            output = (await client.call("GET", f"/commands/{command_id}/output")).text
+            wanted = {
+                "stdin": ("exited", "got a line"),
+                "kill": ("killed", ""),
+                "resize": ("exited", "40 100"),
+                "terminal": ("exited", "got a line"),
+            }
+            assert end["status"] == wanted[asked][0]
+            assert wanted[asked][1] in output
+
+
+async def _ask(rig: Rig, client: DataClient, asked: str, command_id: str) -> None:
+    if asked == "stdin":
+        answer = await client.call("POST", f"/commands/{command_id}/stdin?end=true", content=b"a line\n")
+        assert answer.json() == {"offset": 7, "open": False}
+    elif asked == "kill":
+        answer = await client.call("POST", f"/commands/{command_id}/kill", json={"signal": "KILL"})
+        assert answer.json()["status"] == "killed"
+    elif asked == "resize":
+        await client.call("POST", f"/commands/{command_id}/resize", json={"cols": 100, "rows": 40})
+        await client.call("POST", f"/commands/{command_id}/stdin", content=b"\n")
+    else:
+        url = f"ws{rig.url.removeprefix('http')}{client.base}/pty?command={command_id}"
+        headers = {"Authorization": f"Bearer {rig.mint.ticket()}"}
+        async with connect(url, additional_headers=headers, proxy=None) as socket:
+            await socket.send(encode_frame(FrameKind.STDIN, b"a line\n"))
+            async for message in socket:
+                if any(frame.kind is FrameKind.ENDED for frame in FrameDecoder().feed(message)):
+                    break
 
 
 async def test_a_sandbox_that_died_meanwhile(process: GatewayProcess, mint: TicketMint, tmp_path: Path) -> None:

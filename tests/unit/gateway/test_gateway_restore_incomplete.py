@@ -67,7 +67,7 @@ async def test_it_stays_frozen_and_goes_on_where_that_is_accepted(
     await until(lambda: ticks.stat().st_size > size)
     assert (await client.call("GET", f"/commands/{kept}")).json()["status"] == "running"
 
-    await until(lambda: rig.gateway.sandboxes.get(SANDBOX).find_run(gone) is None)
+    await until(lambda: rig.gateway.sandboxes.get(SANDBOX).store.get(gone).ended)
     assert (await client.call("GET", f"/commands/{gone}")).json()["signal"] == signal.SIGKILL
 
 
