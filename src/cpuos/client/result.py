@@ -100,9 +100,7 @@ def raise_platform_failure(result: Result) -> None:
             f"cannot tell how command {result.command_id} ended: its sandbox died", result.reason, code="sandbox_lost"
         )
     elif result.status is CommandStatus.UNKNOWN:
-        error = PlatformError(
-            f"cannot tell how command {result.command_id} ended", result.reason or "no end was recorded"
-        )
+        error = PlatformError(f"cannot tell how command {result.command_id} ended", result.reason, code="end_unknown")
     else:
         return
     error.details["command_id"] = result.command_id

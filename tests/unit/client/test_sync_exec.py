@@ -130,12 +130,15 @@ def test_timed_out_is_a_result_with_output(api: FakeApi) -> None:
     assert (result.status, result.stdout, result.ok) == ("timed_out", "1\n2\n", False)
 
 
-@pytest.mark.parametrize(("status", "error"), [("sandbox_lost", SandboxGone), ("unknown", PlatformError)])
-def test_platform_failures_raise_and_carry_the_output(api: FakeApi, status: str, error: type) -> None:
+@pytest.mark.parametrize(
+    ("status", "error", "code"),
+    [("sandbox_lost", SandboxGone, "sandbox_lost"), ("unknown", PlatformError, "end_unknown")],
+)
+def test_platform_failures_raise_and_carry_the_output(api: FakeApi, status: str, error: type, code: str) -> None:
     api.program = lambda start: Program([("stdout", b"part")], status=status, exit_code=None, reason="it died")
     with Sandbox.create() as sbx, pytest.raises(error) as caught:
         sbx.exec("x")
-    assert caught.value.result.stdout == "part"
+    assert (caught.value.result.stdout, caught.value.code) == ("part", code)
 
 
 @pytest.mark.parametrize("size", [0, 1, 300_000])
