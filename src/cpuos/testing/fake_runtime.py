@@ -102,7 +102,9 @@ class FakeRuntime:
         folder = self._folder / spec.id
         folder.mkdir(parents=True)
         if root is None:
-            (folder / "root").mkdir()
+            # The guest fills it in its own time: what is saved before that is no empty root either.
+            (folder / "root/etc").mkdir(parents=True)
+            (folder / "root/etc/hostname").write_text(f"{spec.hostname}\n")
         else:
             await asyncio.to_thread(shutil.copytree, root, folder / "root", symlinks=True)
         (folder / "disk").symlink_to(spec.disk)
