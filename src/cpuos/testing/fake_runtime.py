@@ -95,7 +95,8 @@ class FakeRuntime:
         process = self._read_process(spec.id)
         assert process is not None
         os.link(self._folder / spec.id / "socket", spec.netns / AGENT_SOCKET)
-        _signal_all(process, signal.SIGCONT)
+        # The agent alone: what it has frozen goes on when it is told who it is.
+        os.kill(process.pid, signal.SIGCONT)
         return process
 
     async def _start(self, spec: SandboxSpec, *, root: Path | None = None) -> Process:
