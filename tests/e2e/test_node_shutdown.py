@@ -46,7 +46,7 @@ def test_running_work_goes_on_after_a_shutdown(own: Instance) -> None:
         assert one.refresh().state is SandboxState.PAUSED
         assert other.refresh().state is SandboxState.PAUSED
         assert one.exec("cat file /var/tmp/more/file", check=True).stdout == "kept\nkept\n"
-        wait_until(lambda: one.refresh().state is SandboxState.RUNNING)  # a call goes on a moment before that is written
+        wait_until(lambda: one.refresh().state is SandboxState.RUNNING)  # written a moment after the call
         assert (one.info.resumed_from, one.info.reason) == ("memory", "")
         before = job.output().count(b"\n")
         wait_until(lambda: job.output().count(b"\n") > before + 5)
