@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -68,7 +69,8 @@ def copy(
 def _which_way(source: str, target: str) -> str:
     """The line with a sandbox in it; of two sandboxes the way is over this machine."""
     if split_place(source) is None:
-        return shlex.join(["cpuos", "cp", source, f"SANDBOX:{target}"])
+        looks_like_one = re.fullmatch("[a-z0-9][a-z0-9-]*", target) and not os.path.lexists(target)
+        return shlex.join(["cpuos", "cp", source, f"{target}:" if looks_like_one else f"SANDBOX:{target}"])
     return shlex.join(["cpuos", "cp", source, "."])
 
 

@@ -142,6 +142,8 @@ def _next_step(evidence: Evidence, out: Path, *, again: _AgainLine) -> str:
         return again.with_option(timeout=f"{2 * (command.duration_s or 150):.0f}s")
     if evidence.reason and (missing := _NO_MODULE.search(_text_of(out / "stderr.txt"))):
         return f"cpuos template build --help  # a template with {missing[1]}"
+    if evidence.reason and _text_of(out / "stderr.txt"):
+        return f"cat {shlex.quote(f'{out}/stderr.txt')}"
     return f"python3 -m json.tool {shlex.quote(f'{out}/evidence.json')}"
 
 

@@ -138,7 +138,7 @@ def down(
         record = read_record(settings)
         paused, left = pause_sandboxes(settings, limit_s=pause_s) if pause else ([], {})
         keep_sandboxes = keep_sandboxes or bool(left) or (pause and not part_answers("node", settings))
-        running = set() if keep_sandboxes or pause else running_sandboxes(settings)
+        running = set() if keep_sandboxes or pause else _asked_for(settings)
         if not keep_sandboxes and not pause:
             _end_sandboxes(settings, uid=calling_user() if uid is None else uid)
         if record is not None:
@@ -163,6 +163,14 @@ def pause_sandboxes(settings: Settings, *, limit_s: float = PAUSE_S) -> tuple[li
     if status != 200:
         raise Unavailable("cannot pause the sandboxes", f"the node answered {status or 'nothing'}", hint="cpuos status")
     return body["paused"], body["left"]
+
+
+def _asked_for(settings: Settings) -> set[str]:
+    """Those that run for somebody: not those that the node has ready, as far as it answers."""
+    status, body = ask(settings.node_socket, "/v1/sandboxes", timeout_s=10)
+    if status != 200:
+        return running_sandboxes(settings)
+    return {facts["id"] for facts in body["sandboxes"] if facts["alive"] and not facts["paused"]}
 
 
 def _leave_host_network(settings: Settings) -> None:

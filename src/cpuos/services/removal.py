@@ -125,7 +125,7 @@ def _remove_users(settings: Settings, removal: Removal, *, made: set[str]) -> No
     what = f"the users {', '.join(USERS)} and the group {GROUP}"
     remove = "; ".join([*(f"userdel {user}" for user in USERS if user in there), f"groupdel {GROUP}"])
     if others := _other_installations(settings):
-        removal.keep(what, f"the installation in {others[0]} uses them", hint=remove, is_failure=False)
+        removal.keep(what, f"the installation in {others[0]} uses them", hint=f"ls {others[0]}", is_failure=False)
     elif there - made:
         why = f"the set-up of {settings.data_dir} did not make {', '.join(sorted(there - made))}"
         removal.keep(what, why, hint=remove, is_failure=False)

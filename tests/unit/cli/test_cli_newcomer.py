@@ -350,3 +350,29 @@ def test_an_expiry_too_long_is_told_with_a_line_for_the_shell(
     )
     assert main(["ports", "box", "3000", "--expires", "8d"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "try: cpuos ports box 3000 --expires 12h"
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("box", "cpuos cp a.csv box:"),
+        ("out/", "cpuos cp a.csv SANDBOX:out/"),
+        ("there", "cpuos cp a.csv SANDBOX:there"),
+    ],
+)
+def test_a_copy_without_a_sandbox_suggests_the_one_that_was_meant(
+    target: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").touch()
+    assert main(["cp", "a.csv", target]) != 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"try: {line}"
+
+
+def test_a_slash_in_a_name_is_no_route(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPUOS_API_KEY", "cpk_x")
+    assert main(["exec", "box/x", "--", "ls"]) != 0
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "cannot find sandbox 'box/x'",
+        "no id and no name has a slash",
+    ]

@@ -88,7 +88,7 @@ def test_a_failed_script_shows_its_end_and_no_noise(ended: Any, capsys: pytest.C
         "the end of its stderr:",
         "  Traceback",
         "  KeyError: 'total'",
-        "try: python3 -m json.tool evidence/evidence.json",
+        "try: cat evidence/stderr.txt",
     ]
 
 

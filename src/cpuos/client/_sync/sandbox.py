@@ -460,4 +460,7 @@ class Sandbox:
 
 
 def _path(ref: str) -> str:
+    if "/" in ref:
+        what = f"cannot find sandbox {ref!r}"
+        raise NotFound(what, "no id and no name has a slash", code="sandbox_not_found", hint="cpuos ls")
     return f"/v1/sandboxes/{quote(ref, safe='')}"
