@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from control_plane import Installation, Server, check_nothing_is_left, error_of
-from cpuos.errors import AgentFailure, Conflict, PlatformError, Unavailable
+from cpuos.errors import AgentFailure, Conflict, PlatformError, SandboxGone, Unavailable
 from cpuos.server.gateway import Listener, Suspended
 from cpuos.testing.waiting import until
 from cpuos.types.node import Restored
@@ -376,3 +376,18 @@ async def test_a_resume_after_a_pause_that_nobody_wrote_down_says_what_it_can(in
         await server.settle()
         assert (await server.get("one"))["state"] == "paused"
         assert (await resume(server)).json()["restore_incomplete"] == ["all processes"]
+
+
+async def test_one_that_is_killed_as_it_is_resumed_says_so(server: Server) -> None:
+    node, gateway = server.installation.node, server.installation.gateway
+    made = await server.created()
+    assert (await pause(server, made["id"])).status_code == 200
+    gateway.attach_gate.clear()
+    resuming = asyncio.create_task(server.http.post(f"/v1/sandboxes/{made['id']}/resume"))
+    await until(lambda: node.sandboxes[made["id"]].paused is False)
+    assert (await server.http.delete(f"/v1/sandboxes/{made['id']}")).status_code < 300
+    gateway.attach_error = SandboxGone("cannot attach sandbox: it was ended meanwhile")
+    gateway.attach_gate.set()
+    answer = await resuming
+    assert (answer.status_code, error_of(answer)["code"]) == (410, "sandbox_stopped")
+    assert (await server.get(made["id"]))["state"] == "stopped"

@@ -292,7 +292,11 @@ class Pausing:
                 raise  # whether it goes on is not known: the reconciler asks again
             except CpuosError as error:
                 frozen = missing_of(error) is not None
-                await node.repause(row.id, generation=row.generation, frozen=frozen)
+                try:
+                    await node.repause(row.id, generation=row.generation, frozen=frozen)
+                except CpuosError:
+                    await self._look(row, action="resume sandbox")  # it may have been killed meanwhile
+                    raise
                 raise await self._not_resumed(row, error, why=error.what) from error
             # From here on its memory is newer than what was saved. Before it is on record as running what was saved
             # must be gone, so that no failure ever takes it up again.
