@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from cpuos.settings import load_settings
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
 
@@ -18,12 +19,19 @@ VOLUME_MIB = 2048
 
 @contextmanager
 def volume(
-    image: Path, place: Path, *, mib: int = VOLUME_MIB, mkfs: Sequence[str] = ("mkfs.ext4", "-q", "-F", "-m", "0")
+    image: Path,
+    place: Path,
+    *,
+    mib: int = VOLUME_MIB,
+    templates: Sequence[str] = (),
+    mkfs: Sequence[str] = ("mkfs.ext4", "-q", "-F", "-m", "0"),
 ) -> Iterator[None]:
-    """At `place`, which is made for it, in the file `image`."""
+    """At `place`, which is made for it, in the file `image`; so large beside the copies of these templates that a node
+    makes there."""
     place.mkdir()
+    copies = [load_settings().template_dir / name / "root.erofs" for name in templates]
     with image.open("wb") as file:
-        file.truncate(mib << 20)
+        file.truncate((mib << 20) + sum(path.stat().st_size + (8 << 20) for path in copies))
     subprocess.run([*mkfs, image], check=True)
     subprocess.run(["mount", "-o", "loop", image, place], check=True)
     place.chmod(0o755)

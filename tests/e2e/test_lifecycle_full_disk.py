@@ -26,7 +26,7 @@ SHAPE = {"template": "base", "cpu": 1, "memory": "256MiB", "disk": f"{DISK_MIB}M
 @pytest.fixture(scope="module")
 def small() -> Iterator[Instance]:
     small = Instance(runtime="gvisor", max_sandboxes=6, disk_reserve_mib=64, disk_overcommit=1)
-    with volume(small.folder / "volume.img", small.state_dir), small:
+    with volume(small.folder / "volume.img", small.state_dir, templates=["base"]), small:
         yield small
 
 

@@ -53,7 +53,7 @@ for number in range(10**9):
 @pytest.fixture(scope="module")
 def small() -> Iterator[Instance]:
     small = Instance(runtime="gvisor", max_sandboxes=6, disk_reserve_mib=64, disk_overcommit=1, disk_hold=True)
-    with volume(small.folder / "volume.img", small.state_dir), small:
+    with volume(small.folder / "volume.img", small.state_dir, templates=["base", "python"]), small:
         yield small
 
 
