@@ -18,6 +18,7 @@ from cpuos.settings import Settings, load_settings
 from cpuos.testing.daemons import DaemonForker, NodeDaemon
 from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
 from cpuos.types.node import NodeSandboxCreate
+from small_volume import copies_bytes
 
 A = "a" * 20
 
@@ -114,7 +115,7 @@ def _volume(folder: Path, size_mib: int | None) -> Iterator[None]:
     image, mounted = folder / "volume.img", folder / "state"
     mounted.mkdir()
     with image.open("wb") as file:
-        file.truncate(size_mib << 20)
+        file.truncate((size_mib << 20) + copies_bytes(["base"]))
     subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
     subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], check=True)
     try:

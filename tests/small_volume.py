@@ -12,7 +12,7 @@ from cpuos.settings import load_settings
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
 
-__all__ = ["disks_see_no_error", "volume"]
+__all__ = ["copies_bytes", "disks_see_no_error", "volume"]
 
 VOLUME_MIB = 2048
 
@@ -29,9 +29,8 @@ def volume(
     """At `place`, which is made for it, in the file `image`; so large beside the copies of these templates that a node
     makes there."""
     place.mkdir()
-    copies = [load_settings().template_dir / name / "root.erofs" for name in templates]
     with image.open("wb") as file:
-        file.truncate((mib << 20) + sum(path.stat().st_size + (8 << 20) for path in copies))
+        file.truncate((mib << 20) + copies_bytes(templates))
     subprocess.run([*mkfs, image], check=True)
     subprocess.run(["mount", "-o", "loop", image, place], check=True)
     place.chmod(0o755)
@@ -41,6 +40,12 @@ def volume(
         wait_until(lambda: subprocess.run(["umount", place], stderr=subprocess.DEVNULL).returncode == 0)
         place.rmdir()
         image.parent.rmdir()
+
+
+def copies_bytes(templates: Sequence[str]) -> int:
+    """What the copies of these templates take on a volume where they do not lie."""
+    images = [load_settings().template_dir / name / "root.erofs" for name in templates]
+    return sum(path.stat().st_size + (8 << 20) for path in images)
 
 
 @contextmanager
