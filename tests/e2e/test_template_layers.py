@@ -92,6 +92,7 @@ def test_the_policy_of_the_network_is_part_of_what_a_step_saw(client):
     assert second != first
 
 
+@pytest.mark.slow
 def test_layers_go_with_their_parent(instance, client):
     folder = instance.settings.node_state_dir / "snapshots"
 

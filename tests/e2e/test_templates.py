@@ -140,6 +140,7 @@ def test_what_a_hostile_build_tries(instance, client):
         assert sandbox.exec("find /opt -name 'two*' | wc -l; ls /opt/loop; readlink /opt/up").stdout.startswith("2\n")
 
 
+@pytest.mark.slow
 def test_a_build_file_on_the_command_line(instance, client, tmp_path):
     (tmp_path / "page").write_text("from a file\n")
     (tmp_path / "template.toml").write_text(
@@ -220,6 +221,7 @@ async def test_an_interrupted_build_is_cancelled(async_client: AsyncClient):
     assert [entry.result for entry in entries][-1] == "ok"
 
 
+@pytest.mark.slow
 async def test_two_builds_of_one_name_at_once_do_not_collide(instance, async_client: AsyncClient):
     first, second = await asyncio.gather(
         AsyncTemplate.build("twin", run=["echo 1 > /opt/which"], client=async_client),
