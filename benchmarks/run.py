@@ -43,8 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
                 measured[figure.name] = figure.measure(stage)
     finally:
         stage.close()
-    _write(chosen.json, measured)
-    print(_table(measured))
+        if measured:  # what was measured is shown, though a later one failed
+            _write(chosen.json, measured)
+            print(_table(measured))
     return 0 if all(figure.is_met(measured[figure.name].value) for figure in FIGURES if figure.name in measured) else 1
 
 

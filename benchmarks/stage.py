@@ -43,11 +43,11 @@ def put_first(instance_id: str, *, processes: Iterable[int] = ()) -> None:
 def prefer(process: int) -> None:
     """Have a process with its threads and its session come before what else runs on the host."""
     for thread in os.listdir(f"/proc/{process}/task"):
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, FileNotFoundError):  # threads and children end at any time
             os.setpriority(os.PRIO_PROCESS, int(thread), _HIGHEST)
-        for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
-            with suppress(FileNotFoundError):
-                prefer(int(child))  # the node's workers are its children
+            for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
+                with suppress(ProcessLookupError, FileNotFoundError):
+                    prefer(int(child))  # the node's workers are its children
     session = Path(f"/proc/{process}/autogroup")  # where sessions are scheduled as groups, it is theirs that counts
     if session.exists():
         session.write_text(str(_HIGHEST))
