@@ -17,6 +17,7 @@ import typer
 from cpuos.cli.hints import hint_of
 from cpuos.cli.terminal import Keep, safe_text
 from cpuos.errors import CpuosError
+from cpuos.live import Work, drawn, told
 
 __all__ = ["JsonOption", "Output", "ago", "current_output", "in_future"]
 
@@ -68,15 +69,17 @@ class Output:
         print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
     @contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        """A spinner on stderr where that is a terminal; silent in pipes and with --json."""
-        if self.json or not sys.stderr.isatty():
-            yield
+    def working(self, text: str) -> Iterator[Work]:
+        """A spinner on stderr where that is a terminal, with the time from 5 s on; elsewhere a line each 15 s."""
+        work = Work(safe_text(text))
+        if not sys.stderr.isatty():
+            with told(work, sys.stderr):
+                yield work
             return
         from rich.console import Console
 
-        with Console(stderr=True).status(safe_text(text)):
-            yield
+        with drawn(work, Console(stderr=True)):
+            yield work
 
     def error(self, error: CpuosError, arguments: Sequence[str] = ()) -> None:
         """The three lines on stderr, of a run with these arguments; with --json the body, as the API sends it, on

@@ -105,10 +105,9 @@ def up(
                 require_free_ports(settings)
             _start(settings, python)
             started = True
-        if started:
-            progress.line("waiting for node, server and gateway")
         try:
-            _wait_until_ready(settings, ready_s=ready_s)
+            with progress.waiting("waiting for node, server and gateway") if started else contextlib.nullcontext():
+                _wait_until_ready(settings, ready_s=ready_s)
         except Unavailable:
             if started and (record := read_record(settings)):
                 _stop(record)  # rather nothing than parts that start over and over

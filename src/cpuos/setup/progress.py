@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
+
+from cpuos.live import PLAIN_S, Work, drawn, duration_text, told
 
 if TYPE_CHECKING:
     from cpuos.setup.engine import Step
@@ -21,7 +22,6 @@ __all__ = [
     "Progress",
     "QuietProgress",
     "choose_progress",
-    "duration_text",
     "plan_lines",
     "size_text",
 ]
@@ -36,8 +36,11 @@ class Progress(Protocol):
     def step(self, step: Step, *, number: int, total: int) -> contextlib.AbstractContextManager[None]:
         """Around each step; an exception through it is its failure."""
 
+    def waiting(self, text: str) -> contextlib.AbstractContextManager[object]:
+        """Around a wait that is no step."""
+
     def line(self, text: str) -> None:
-        """Something a running command printed, or a wait."""
+        """Something a running command printed, or a word on the way."""
 
 
 class QuietProgress:
@@ -49,14 +52,21 @@ class QuietProgress:
     def step(self, step: Step, *, number: int, total: int) -> Iterator[None]:
         yield
 
+    def waiting(self, text: str) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def line(self, text: str) -> None: ...
 
 
 class PlainProgress:
-    """One finished line a step, for logs and pipes."""
+    """One finished line a step, for logs and pipes, and a line now and then in a long one."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, every_s: float = PLAIN_S) -> None:
         self._stream = stream
+        self._every_s = every_s
+        self._work: Work | None = None
+        self._is_open = False
+        """The step's line has no end yet."""
 
     def plan(self, steps: Sequence[Step], *, done: int, log: Path) -> None:
         for line in plan_lines(steps, done=done, log=log):
@@ -65,18 +75,34 @@ class PlainProgress:
     @contextlib.contextmanager
     def step(self, step: Step, *, number: int, total: int) -> Iterator[None]:
         started = time.monotonic()
-        self._stream.write(f"[{number}/{total}] {step.name}: {step.plan} … ")
+        name = f"[{number}/{total}] {step.name}"
+        self._stream.write(f"{name}: {step.plan} … ")
         self._stream.flush()
+        self._is_open = True
+        end = "failed"
         try:
-            yield
-        except BaseException:
-            self._write("failed")
-            raise
-        self._write(f"done in {duration_text(time.monotonic() - started)}")
+            with told(Work(name), self._stream, before=self._end_line, every_s=self._every_s) as self._work:
+                yield
+            end = f"done in {duration_text(time.monotonic() - started)}"
+        finally:
+            self._work = None
+            self._stream.write("" if self._is_open else f"{name}: ")
+            self._is_open = False
+            self._write(end)
+
+    def waiting(self, text: str) -> contextlib.AbstractContextManager[object]:
+        self._write(text)
+        return told(Work(text), self._stream, every_s=self._every_s)
 
     def line(self, text: str) -> None:
         if text.startswith(("waiting", "next try", "kept")):
-            self._write(text)
+            self._write(self._end_line() + text)
+        elif self._work is not None:
+            self._work.say(text)
+
+    def _end_line(self) -> str:
+        was_open, self._is_open = self._is_open, False
+        return "\n" if was_open else ""
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
@@ -88,9 +114,7 @@ class LiveProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._status: Status | None = None
-        self._prefix = ""
-        self._started = 0.0
+        self._work: Work | None = None
 
     def plan(self, steps: Sequence[Step], *, done: int, log: Path) -> None:
         for line in plan_lines(steps, done=done, log=log):
@@ -98,28 +122,27 @@ class LiveProgress:
 
     @contextlib.contextmanager
     def step(self, step: Step, *, number: int, total: int) -> Iterator[None]:
-        self._prefix = f"[{number}/{total}] {step.name}: {step.plan}"
-        self._started = time.monotonic()
-        with self._console.status(escape(self._prefix)) as self._status:
-            try:
+        text = f"[{number}/{total}] {step.name}: {step.plan}"
+        started = time.monotonic()
+        try:
+            with drawn(Work(text), self._console) as self._work:
                 yield
-            except BaseException:
-                self._console.print(f"{escape(self._prefix)} [red]failed[/red]", highlight=False)
-                raise
-            finally:
-                self._status = None
-        spent = duration_text(time.monotonic() - self._started)
-        self._console.print(f"{escape(self._prefix)} [green]done[/green] in {spent}", highlight=False)
+        except BaseException:
+            self._console.print(f"{escape(text)} [red]failed[/red]", highlight=False)
+            raise
+        finally:
+            self._work = None
+        spent = duration_text(time.monotonic() - started)
+        self._console.print(f"{escape(text)} [green]done[/green] in {spent}", highlight=False)
+
+    def waiting(self, text: str) -> contextlib.AbstractContextManager[object]:
+        return drawn(Work(text), self._console)
 
     def line(self, text: str) -> None:
-        if self._status is None:
+        if self._work is None:
             self._console.print(text, highlight=False, markup=False)
-            return
-        spent = duration_text(time.monotonic() - self._started)
-        room = max(self._console.width - 16, 20)
-        head = f"{self._prefix} ({spent})"[:room]
-        rest = "".join(letter for letter in text if letter.isprintable())[: max(room - len(head), 0)]
-        self._status.update(f"{escape(head)} [dim]{escape(rest)}[/dim]")
+        else:
+            self._work.say(text)
 
 
 def choose_progress(stream: TextIO) -> Progress:
@@ -150,10 +173,3 @@ def plan_lines(steps: Sequence[Step], *, done: int, log: Path) -> list[str]:
 def size_text(mib: int) -> str:
     """MiB as people write sizes."""
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib} MiB"
-
-
-def duration_text(seconds: float) -> str:
-    """Seconds as people write times."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"

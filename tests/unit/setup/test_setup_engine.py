@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from cpuos.errors import CpuosError, SetupRequired, Unavailable
+from cpuos.live import duration_text
 from cpuos.settings import Settings, load_settings
 from cpuos.setup.engine import Step, set_up
 from cpuos.setup.host import RETRY_DELAYS_S, CommandError, Host
-from cpuos.setup.progress import LiveProgress, PlainProgress, QuietProgress, duration_text, size_text
+from cpuos.setup.progress import LiveProgress, PlainProgress, QuietProgress, size_text
 from cpuos.setup.source import command_lines
+from cpuos.testing.waiting import wait_until
 
 
 @pytest.fixture
@@ -152,6 +154,21 @@ def test_plain_progress_is_one_line_a_step(settings: Settings) -> None:
     assert lines[4].startswith("[1/2] one: makes one … done in ")
     assert lines[5].startswith("[2/2] two: makes two … done in ")
     assert len(lines) == 6
+
+
+def test_plain_progress_tells_of_a_long_step(settings: Settings) -> None:
+    stream = io.StringIO()
+
+    def long(host: Host) -> None:
+        host.show("compiling x")
+        wait_until(lambda: "compiling x" in stream.getvalue())
+        (host.settings.data_dir / "one").write_text("made")
+
+    run(settings, [step("one", long), step("two")], progress=PlainProgress(stream, every_s=0.01))
+    lines = stream.getvalue().splitlines()
+    assert lines[4:6] == ["[1/2] one: makes one … ", "[1/2] one  compiling x"]
+    assert lines[-2].startswith("[1/2] one: done in ")
+    assert lines[-1].startswith("[2/2] two: makes two … done in ")
 
 
 def test_live_progress_survives_any_output(settings: Settings) -> None:
