@@ -62,9 +62,9 @@ async def create(server: Server, **values: Any) -> dict[str, Any]:
 
 async def test_an_alarm_is_told_when_it_begins_and_when_it_ends(server: Server) -> None:
     made = await create(server)
-    await spend(server, made, cpus=2, steps=54)
+    await spend(server, made, cpus=2, steps=53)
     assert (await server.get("box"))["active_alarms"] == []
-    await spend(server, made, cpus=2, steps=60)
+    await spend(server, made, cpus=2, steps=61)
     shown = await server.get("box")
     assert shown["state"] == "running"
     [active] = shown["active_alarms"]
@@ -77,7 +77,7 @@ async def test_an_alarm_is_told_when_it_begins_and_when_it_ends(server: Server) 
     assert first["what"] == "it used 90% of its 2 CPUs within 10m"
     assert (first["rule"], first["origin"], first["action"]) == ("cpu=90%/10m", "installation", "audit")
     assert last["why"] == "it is below the limit again"
-    assert last["cpu_seconds"] == pytest.approx(2 * STEP_S * 113, abs=2 * STEP_S)  # the first look is the beginning
+    assert last["cpu_seconds"] == pytest.approx(2 * STEP_S * 114, abs=2 * STEP_S)
     assert last["lasted_s"] >= 600
     await check_nothing_is_left(server)
 
@@ -121,7 +121,7 @@ async def test_of_all_rules_each_holds(server: Server) -> None:
 
 async def test_sent_bytes_and_connections(server: Server) -> None:
     made = await create(server, alarms=["sent=100MiB/10m", "connections=50/10m"])
-    await spend(server, made, cpus=0, steps=12, sent=9 << 20)  # the first look is the beginning
+    await spend(server, made, cpus=0, steps=11, sent=9 << 20)
     assert await audit(server) == []
     await spend(server, made, cpus=0, steps=1, sent=9 << 20)
     [(_, detail)] = await audit(server)
@@ -138,6 +138,36 @@ async def test_sent_bytes_and_connections(server: Server) -> None:
     ends = [detail for action, detail in await audit(server) if action == "alarm.end"]
     assert {detail.get("connections") for detail in ends} == {None, 61.0}
     assert [detail["sent_bytes"] for detail in ends if "sent_bytes" in detail] == [12 * 9 << 20]
+
+
+async def test_what_was_used_before_the_first_look_counts(server: Server) -> None:
+    """A quick one is done before anybody looks."""
+    made = await create(server, alarms=["cpu=40%/10s", "sent=100MiB/10m", "connections=50/10m"])
+    common = {"at": server.installation.clock().isoformat(), "sandbox": made["id"], "kind": "tcp", "rule": "internet"}
+    server.installation.records.entries += [
+        {"seq": 1, "event": "gap", "verdict": "allowed", "count": 60, "connection": 1, **common}
+    ]
+    await server.plane.reconciler.ingest_connections()
+    await spend(server, made, cpus=1, steps=1, sent=200 << 20)
+    found = {detail["rule"] for action, detail in await audit(server) if action == "alarm.begin"}
+    assert found == {"cpu=40%/10s", "sent=100MiB/10m", "connections=50/10m"}
+
+
+async def test_what_was_made_anew_is_not_held_to_what_it_was(server: Server) -> None:
+    made = await create(server, alarms=["connections=50/10m"])
+    common = {"at": server.installation.clock().isoformat(), "sandbox": made["id"], "kind": "tcp", "rule": "internet"}
+    entries = server.installation.records.entries
+    entries += [{"seq": 1, "event": "gap", "verdict": "allowed", "count": 40, "connection": 1, **common}]
+    await server.plane.reconciler.ingest_connections()
+    await spend(server, made, cpus=0, steps=1)
+    await server.installation.node.die(made["id"], "killed by the kernel: out of memory")
+    await server.settle()
+    server.installation.node.used.pop(made["id"])
+    await server.http.post(f"/v1/sandboxes/{made['id']}/recreate")
+    entries += [{"seq": 2, "event": "gap", "verdict": "allowed", "count": 40, "connection": 2, **common}]
+    await server.plane.reconciler.ingest_connections()
+    await spend(server, made, cpus=0, steps=2)
+    assert await audit(server) == []
 
 
 async def test_paused_by_an_alarm_is_paused_until_somebody_resumes_it(server: Server) -> None:

@@ -45,6 +45,8 @@ class _Watched:
     """One sandbox, as this process saw it."""
 
     generation: int
+    is_new: bool
+    """No look has been taken at it, since it was made."""
     windows: dict[tuple[AlarmMeasure, float], Window] = field(default_factory=dict)
     totals: dict[AlarmMeasure, float] = field(default_factory=dict)
 
@@ -153,9 +155,8 @@ class UsageAlarms:
     def _see(
         self, row: Row[Any], rules: dict[tuple[AlarmOrigin, str], AlarmRule], used: SandboxUsage
     ) -> dict[tuple[AlarmOrigin, str], Seen]:
-        watched = self._watched.get(row.id)
-        if watched is None or watched.generation != row.generation:
-            watched = self._watched[row.id] = _Watched(generation=row.generation)
+        watched = self._watch(row)
+        before = watched.totals
         watched.totals = {
             AlarmMeasure.CPU: used.cpu_seconds,
             AlarmMeasure.SENT: float(used.sent_bytes),
@@ -163,6 +164,9 @@ class UsageAlarms:
         }
         needed = {(rule.measure, rule.window_s) for rule in rules.values()}
         watched.windows = {key: watched.windows.get(key) or Window(key[1]) for key in needed}
+        if watched.is_new:
+            watched.is_new = False
+            self._add_beginnings(row, watched, used, opened_before=before.get(AlarmMeasure.CONNECTIONS, 0))
         within = {key: window.add(used.ran_s, watched.totals[key[0]]) for key, window in watched.windows.items()}
         return {
             key: Seen(
@@ -173,6 +177,23 @@ class UsageAlarms:
             )
             for key, rule in rules.items()
         }
+
+    def _watch(self, row: Row[Any]) -> _Watched:
+        known = self._watched.get(row.id)
+        if known is None:
+            known = self._watched[row.id] = _Watched(generation=row.generation, is_new=row.resumed_from is None)
+        elif known.generation != row.generation:
+            # Its connections go on being counted; all else begins at nothing.
+            totals = {measure: used for measure, used in known.totals.items() if measure is AlarmMeasure.CONNECTIONS}
+            known = self._watched[row.id] = _Watched(generation=row.generation, is_new=True, totals=totals)
+        return known
+
+    def _add_beginnings(self, row: Row[Any], watched: _Watched, used: SandboxUsage, *, opened_before: float) -> None:
+        """What it has used before the first look counts, in each window that reaches back to its beginning."""
+        age_s = min(used.ran_s, max(0.0, (self._clock() - row.created_at).total_seconds()))
+        for (measure, length_s), window in watched.windows.items():
+            if age_s <= length_s:
+                window.add(used.ran_s - age_s, opened_before if measure is AlarmMeasure.CONNECTIONS else 0.0)
 
     def _episode(self, row: Row[Any], origin: AlarmOrigin, rule: AlarmRule, seen: Seen) -> Episode:
         return Episode(
@@ -224,7 +245,8 @@ class UsageAlarms:
         async with self._database.read() as connection:
             current = await row_of(connection, row.id)
         await self._end(row, _episodes(current) if current is not None else [], why=why)
-        self._watched.pop(row.id, None)
+        if (watched := self._watched.get(row.id)) is not None:
+            watched.windows.clear()
 
     async def _end(self, row: Row[Any], episodes: Sequence[Episode], *, why: str) -> None:
         if not episodes:
