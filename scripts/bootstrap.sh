@@ -36,7 +36,8 @@ fi
 echo "fetching uv" >&2
 folder=$(mktemp -d "$data/cache/uv.XXXXXX")
 trap 'rm -rf "$folder"' EXIT
-retry python3 -m pip install --quiet --no-deps --root-user-action=ignore --no-warn-script-location --target "$folder" uv
+retry python3 -m pip install --quiet --no-deps --root-user-action=ignore --no-warn-script-location \
+    --only-binary :all: --require-hashes --requirement "$(dirname "$0")/uv.txt" --target "$folder"
 install -m 0755 "$folder/bin/uv" "$data/bin/.uv.$$"
 mv -f "$data/bin/.uv.$$" "$data/bin/uv"
 works "$data/bin/uv"
