@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cpuos.errors import SetupRequired
 
-__all__ = ["extract_kernel", "unpack_lz4"]
+__all__ = ["extract_kernel", "unpack_lz4", "unpack_zstd"]
 
 _MAGIC_AT, _MAGIC = 0x202, b"HdrS"
 _SETUP_SECTORS_AT, _PAYLOAD_AT = 0x1F1, 0x248
@@ -112,16 +112,19 @@ def _unpack(payload: bytes, boot_image: Path) -> bytes:
         if payload.startswith(b"BZh"):
             return bz2.BZ2Decompressor().decompress(payload, max_length=_MAX_BYTES)
         if payload.startswith(b"\x28\xb5\x2f\xfd"):
-            return _unpack_zstd(payload[:-4])
+            return unpack_zstd(payload[:-4])
     except (ValueError, IndexError, EOFError, OSError, lzma.LZMAError, subprocess.CalledProcessError) as error:
         raise _unusable(boot_image, f"its kernel cannot be unpacked: {error}") from error
     raise _unusable(boot_image, f"its kernel is compressed by something unknown ({payload[:4].hex()})")
 
 
-def _unpack_zstd(data: bytes) -> bytes:
+def unpack_zstd(data: bytes) -> bytes:
+    """By the program of that name."""
     if shutil.which("zstd") is None:
         raise SetupRequired(
-            "cannot unpack the guest's kernel", "it is compressed by zstd", hint="apt-get install --yes zstd"
+            "cannot unpack the guest's kernel",
+            "it or a module of it is compressed by zstd",
+            hint="apt-get install --yes zstd",
         )
     return subprocess.run(["zstd", "--decompress", "--stdout"], input=data, capture_output=True, check=True).stdout
 

@@ -16,7 +16,6 @@ import lzma
 import platform
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +28,7 @@ from cpuos.setup.agent import agent_is_current
 from cpuos.setup.engine import Step
 from cpuos.setup.firecracker import firecracker_step
 from cpuos.setup.host import Host
-from cpuos.setup.kernel import extract_kernel
+from cpuos.setup.kernel import extract_kernel, unpack_zstd
 
 if TYPE_CHECKING:
     from cpuos.runtimes.microvm.probe import Prober
@@ -40,7 +39,10 @@ QEMU = Path("/usr/bin/qemu-system-x86_64")
 _QEMU_PACKAGES = ("qemu-system-x86",)
 # Debian's and Ubuntu's names of packages that only depend on the newest kernel for virtual machines.
 _KERNEL_PACKAGES = {"debian": "linux-image-cloud-amd64", "ubuntu": "linux-image-virtual"}
+# Programs that unpack these, by package. Ubuntu compresses kernel and modules by zstd.
+_KERNEL_TOOLS = {"ubuntu": {"zstd": "zstd"}}
 _MODULES = ("virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng", "erofs", "overlay")
+_MODULE_FOLDERS = ("lib/modules", "usr/lib/modules")
 _FOLDERS = ("dev", "proc", "sys", "lower", "upper", "new", "modules")
 _APT = ("-o", "DPkg::Lock::Timeout=300", "-o", "Acquire::Retries=3")
 _FORMAT = 1
@@ -140,9 +142,7 @@ def build_image(host: Host, *, source: KernelSource) -> None:
 
 def module_order(folder: Path, wanted: tuple[str, ...] = _MODULES) -> list[Path]:
     """The modules with all that they need, each behind what it needs. One that the kernel has built in is left out."""
-    there = {_module_name(path): path for path in sorted(folder.rglob("*.ko*"))}
-    built_in = folder / "modules.builtin"
-    inside = {_module_name(Path(line)) for line in built_in.read_text().split()} if built_in.exists() else set()
+    there, inside = _modules(folder), _built_in(folder)
     found: list[Path] = []
 
     def add(name: str) -> None:
@@ -236,16 +236,35 @@ def _fetch_kernel(host: Host, *, source: KernelSource) -> None:
     work = _work(host)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    host.run(["apt-get", *_APT, "update"], network=True, contained=False)
-    packages = _packages_behind(host, meta)
     work.chmod(0o755)
+    host.run(["apt-get", *_APT, "update"], network=True, contained=False)
+    tools = _KERNEL_TOOLS.get(distribution, {})
+    if lacking := [package for package, program in tools.items() if shutil.which(program) is None]:
+        install = ["apt-get", *_APT, "install", "--yes", "--no-install-recommends", *lacking]
+        host.run(install, network=True, contained=False)
+    image, *others = _packages_behind(host, meta)
+    _unpack_packages(host, [image, *others])
+    extra = image.replace("linux-image-", "linux-modules-extra-", 1)
+    if _lacking_modules(work / "unpacked") and _is_known(host, extra):
+        _unpack_packages(host, [extra])
+    for unneeded in ("usr/share", "usr/src"):
+        shutil.rmtree(work / "unpacked" / unneeded, ignore_errors=True)
+    (work / "complete").touch()
+
+
+def _unpack_packages(host: Host, packages: list[str]) -> None:
+    work = _work(host)
     host.run(["apt-get", *_APT, "-o", "APT::Sandbox::User=root", "download", *packages], cwd=work, network=True)
     for package in sorted(work.glob("*.deb")):
         host.run(["dpkg-deb", "--extract", package, work / "unpacked"])
         package.unlink()
-    for unneeded in ("usr/share", "usr/src"):
-        shutil.rmtree(work / "unpacked" / unneeded, ignore_errors=True)
-    (work / "complete").touch()
+
+
+def _lacking_modules(root: Path) -> set[str]:
+    """What guests need and this kernel's modules do not have: Ubuntu keeps some, EROFS among them, in a package of
+    their own."""
+    folders = [path for place in _MODULE_FOLDERS for path in (root / place).glob("*")]
+    return set(_MODULES) - {name for folder in folders for name in (*_modules(folder), *_built_in(folder))}
 
 
 def _packages_behind(host: Host, meta: str) -> list[str]:
@@ -255,8 +274,11 @@ def _packages_behind(host: Host, meta: str) -> list[str]:
     if not images:
         raise SetupRequired(f"cannot find a kernel for guests: {meta} names none", hint="apt-get update")
     modules = images[0].replace("linux-image-", "linux-modules-", 1)
-    known = host.read(["apt-cache", "show", "--no-all-versions", modules])
-    return [images[0], *([modules] if known else [])]
+    return [images[0], *([modules] if _is_known(host, modules) else [])]
+
+
+def _is_known(host: Host, package: str) -> bool:
+    return bool(host.read(["apt-cache", "show", "--no-all-versions", package]))
 
 
 def _unpacked(host: Host, source: KernelSource) -> tuple[Path, Path | None]:
@@ -267,7 +289,7 @@ def _unpacked(host: Host, source: KernelSource) -> tuple[Path, Path | None]:
         return source.kernel, source.modules
     root = _work(host) / "unpacked"
     kernels = sorted((root / "boot").glob("vmlinuz-*"))
-    modules = [path for place in ("lib/modules", "usr/lib/modules") for path in (root / place).glob("*")]
+    modules = [path for place in _MODULE_FOLDERS for path in (root / place).glob("*")]
     if not (_work(host) / "complete").exists() or not kernels or not modules:
         raise SetupRequired("cannot find the guest's kernel", "it was not unpacked yet", hint="cpuos setup microvm")
     return kernels[-1], modules[0]
@@ -293,6 +315,15 @@ def _module_name(path: Path) -> str:
     return path.name.split(".ko")[0].replace("-", "_")
 
 
+def _modules(folder: Path) -> dict[str, Path]:
+    return {_module_name(path): path for path in sorted(folder.rglob("*.ko*"))}
+
+
+def _built_in(folder: Path) -> set[str]:
+    listed = folder / "modules.builtin"
+    return {_module_name(Path(line)) for line in listed.read_text().split()} if listed.exists() else set()
+
+
 def _module_bytes(path: Path) -> bytes:
     data = path.read_bytes()
     if path.suffix == ".xz":
@@ -300,7 +331,7 @@ def _module_bytes(path: Path) -> bytes:
     if path.suffix == ".gz":
         return gzip.decompress(data)
     if path.suffix == ".zst":
-        return subprocess.run(["zstd", "--decompress", "--stdout"], input=data, capture_output=True, check=True).stdout
+        return unpack_zstd(data)
     return data
 
 

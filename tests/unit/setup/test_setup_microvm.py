@@ -10,18 +10,18 @@ import random
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from cpuos.cli.main import main
 from cpuos.errors import SetupRequired
-from cpuos.settings import load_settings
+from cpuos.settings import Settings, load_settings
 from cpuos.setup import initrd
 from cpuos.setup.host import Host
 from cpuos.setup.kernel import extract_kernel, unpack_lz4
-from cpuos.setup.microvm import KernelSource, build_image, image_is_current, module_order
+from cpuos.setup.microvm import KernelSource, build_image, image_is_current, microvm_steps, module_order
 
 KERNEL = (
     b"\x7fELF"
@@ -156,3 +156,89 @@ def test_an_image_is_current_until_one_of_its_parts_changes(tmp_path: Path, monk
 def test_what_is_set_up_beside_the_rest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["setup", "firecracker"]) != 0
     assert "microvm and storage" in capsys.readouterr().err
+
+
+class _Archive(Host):
+    """A host whose apt has these packages: name to the modules in it."""
+
+    def __init__(self, settings: Settings, packages: dict[str, tuple[str, ...]]) -> None:
+        super().__init__(settings, log=io.StringIO())
+        self.packages = packages
+        self.ran: list[list[str]] = []
+
+    def run(self, argv: Sequence[str | Path], *, cwd: Path | None = None, **_: object) -> None:
+        words = [str(word) for word in argv]
+        self.ran.append(words)
+        if words[0] == "apt-get" and "download" in words:
+            for name in words[words.index("download") + 1 :]:
+                (cwd / f"{name}.deb").touch()
+        elif words[0] == "dpkg-deb":
+            package, target = Path(words[2]).stem, Path(words[3])
+            for module in self.packages[package]:
+                _module(target / "lib/modules/6.8.0-31-generic/kernel", module)
+            if package.startswith("linux-image-"):
+                (target / "boot").mkdir(parents=True)
+                (target / "boot/vmlinuz-6.8.0-31-generic").write_bytes(b"kernel")
+
+    def read(self, argv: Sequence[str | Path], **_: object) -> str | None:
+        if argv[1] == "depends":
+            return f"{argv[-1]}\n  Depends: linux-image-6.8.0-31-generic\n"
+        return "Package: it" if argv[-1] in self.packages else None
+
+
+IMAGE, MODULES, EXTRA = (f"linux-{part}-6.8.0-31-generic" for part in ("image", "modules", "modules-extra"))
+MOST = ("virtio_mmio.ko.zst", "virtio_blk.ko.zst", "virtio_net.ko.zst", "virtio_rng.ko.zst", "overlay.ko.zst")
+
+
+@pytest.mark.parametrize(
+    ("distribution", "packages", "fetched"),
+    [
+        pytest.param(
+            "ubuntu", {IMAGE: (), MODULES: MOST, EXTRA: ("erofs.ko.zst",)}, {IMAGE, MODULES, EXTRA}, id="apart"
+        ),
+        pytest.param(
+            "ubuntu", {IMAGE: (), MODULES: (*MOST, "erofs.ko.zst"), EXTRA: ()}, {IMAGE, MODULES}, id="together"
+        ),
+        pytest.param("debian", {IMAGE: (*MOST, "erofs.ko")}, {IMAGE}, id="with the kernel"),
+        pytest.param("debian", {IMAGE: MOST}, {IMAGE}, id="nowhere"),
+    ],
+)
+def test_modules_are_fetched_from_the_packages_that_hold_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    distribution: str,
+    packages: dict[str, tuple[str, ...]],
+    fetched: set[str],
+) -> None:
+    """Ubuntu's kernels for virtual machines come without EROFS; a package of more modules has it."""
+    monkeypatch.setattr("platform.freedesktop_os_release", lambda: {"ID": distribution})
+    host = _Archive(load_settings(data_dir=tmp_path / "data"), packages)
+    (step,) = [step for step in microvm_steps(KernelSource()) if step.name == "guest kernel"]
+    step.run(host)
+    downloads = [words[words.index("download") + 1 :] for words in host.ran if "download" in words]
+    assert {name for words in downloads for name in words} == fetched
+
+
+@pytest.mark.parametrize(
+    ("distribution", "there", "installed"),
+    [("ubuntu", False, [["zstd"]]), ("ubuntu", True, []), ("debian", False, [])],
+)
+def test_what_unpacks_the_kernel_is_installed_where_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distribution: str, there: bool, installed: list[list[str]]
+) -> None:
+    """Ubuntu compresses kernel and modules by zstd, and a minimal one has no such program."""
+    monkeypatch.setattr("platform.freedesktop_os_release", lambda: {"ID": distribution})
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if there else None)
+    host = _Archive(load_settings(data_dir=tmp_path / "data"), {IMAGE: (*MOST, "erofs.ko")})
+    (step,) = [step for step in microvm_steps(KernelSource()) if step.name == "guest kernel"]
+    step.run(host)
+    found = [words[words.index("--no-install-recommends") + 1 :] for words in host.ran if "install" in words]
+    assert found == installed
+
+
+def test_a_module_that_nothing_here_unpacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "erofs.ko.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(SetupRequired, match="compressed by zstd") as told:
+        module_order(tmp_path, ("erofs",))
+    assert told.value.hint == "apt-get install --yes zstd"
