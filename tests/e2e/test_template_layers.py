@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from test_templates import SMALL, images
 
 from cpuos import AsyncClient, AsyncTemplate, Client, CpuosError, Sandbox, Template
 from cpuos.testing.instance import Instance
-from cpuos.testing.waiting import wait_until
+from cpuos.testing.waiting import until, wait_until
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(400)]
 NOW = "date +%s%N"
@@ -143,6 +144,27 @@ def running(client: Client, name: str, step: str, **recipe: Any) -> dict[str, An
     found: dict[str, Any] | None = wait_until(there, within_s=SLOW_S)
     assert found is not None
     return found
+
+
+async def test_who_waits_for_a_build_that_is_cancelled_goes_on_alone(client, async_client: AsyncClient):
+    """With the files that it has: they go into the sandbox that it gets then."""
+    file = {"path": "/opt/a-file", "sha256": hashlib.sha256(b"1\n").hexdigest(), "size": 2}
+    first = running(client, "first", "upload", files=[file], run=["cat /opt/a-file; false"], disk_mib=1024)
+
+    def asked() -> int:
+        entries = client.get_json("/v1/audit?limit=1000")["entries"]
+        return len([one for one in entries if one["action"] == "template.build" and one["result"] == "ok"])
+
+    before = asked()
+    lines: list[str] = []
+    recipe = {"files": {"/opt/a-file": "1\n"}, "run": ["cat /opt/a-file; false"], "on_output": lines.append}
+    second = asyncio.create_task(AsyncTemplate.build("second", **recipe, **SIZE, client=async_client))
+    await until(lambda: asked() > before)
+    client.call("DELETE", f"/v1/builds/{first['id']}")
+    with pytest.raises(CpuosError) as failed:  # in a step of its own, which is quicker than a whole build
+        await second
+    assert (failed.value.details["step"], failed.value.details["exit_code"]) == ("run 1", 1)
+    assert lines == ["== files: 1 files, 0 variables", "== run 1: cat /opt/a-file; false", "1"]
 
 
 FILE = {"path": "/opt/a", "sha256": "0" * 64, "size": 1}

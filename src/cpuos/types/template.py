@@ -299,7 +299,8 @@ class Build(Answer):
     reused: bool = False
     """The same had been built before, or by a build at the same time; nothing ran for this one."""
     sandbox: str | None = None
-    """Its record and the output of its commands stay readable after its end."""
+    """Its record and the output of its commands stay readable after its end. None: an equal build does the work; when
+    that comes to nothing this one gets a sandbox."""
     steps: list[BuildStep] = Field(default_factory=list)
     error: Error | None = None
     template: TemplateInfo | None = None

@@ -170,9 +170,7 @@ class AsyncTemplate:
             if build.sandbox is not None and created.access is not None:
                 ticket = make_ticket(created.access, answer)
                 gateway = AsyncGateway(client.http, client.server, sandbox_id=build.sandbox, ticket=ticket)
-                if build.state is BuildState.UPLOADING:
-                    build = await _upload(client, gateway, build, files)
-            build = await _follow(client, gateway, build, on_output)
+            build = await _follow(client, gateway, build, files, on_output)
         except BaseException:
             if not build.state.ended:
                 await shielded(_cancel, client, build.id, timeout_s=_CANCEL_S)
@@ -196,12 +194,20 @@ async def _upload(client: AsyncClient, gateway: AsyncGateway, build: Build, file
 
 
 async def _follow(
-    client: AsyncClient, gateway: AsyncGateway | None, build: Build, on_output: LineCallback | None
+    client: AsyncClient,
+    gateway: AsyncGateway | None,
+    build: Build,
+    files: list[RecipeFile],
+    on_output: LineCallback | None,
 ) -> Build:
     """Until it has ended; each step's title and output are told in order. Without a gateway nothing runs for it: an
-    equal build has done the work, or does it."""
+    equal build has done the work, or does it. Where that one comes to nothing this one gets a sandbox."""
     told = 0
     while True:
+        if gateway is None and build.sandbox is not None:
+            gateway = AsyncGateway(client.http, client.server, sandbox_id=build.sandbox)
+        if gateway is not None and build.state is BuildState.UPLOADING:
+            build = await _upload(client, gateway, build, files)
         for step in build.steps[told:]:
             if gateway is None or step.state is StepState.PENDING:
                 break

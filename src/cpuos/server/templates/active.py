@@ -24,7 +24,7 @@ class Active:
     network: str
     """The workspace's policy, as it counts for keys."""
     sandbox: Row[Any] | None
-    """None: an equal build is at work, and this one waits for it."""
+    """None: an equal build is at work, and this one waits for it. Where that comes to nothing it gets one."""
     known: TemplateInfo | None = None
     """What it was to make turned out to be there: its name means that now."""
     cached: int = 0
@@ -58,7 +58,9 @@ class Active:
     def at(self) -> str:
         """The name of the step that it is in."""
         running = self.running_step()
-        return running.name if running is not None else "upload"
+        if running is not None:
+            return running.name
+        return "wait" if self.sandbox is None else "upload"
 
     def step(self, name: str, **changes: Any) -> None:
         steps = [step.model_copy(update=changes) if step.name == name else step for step in self.build.steps]

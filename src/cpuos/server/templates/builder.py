@@ -1,8 +1,7 @@
 """Builds: each in an ordinary sandbox of the workspace, which is all that a build's steps can reach.
 
 The host sees of a build its commands' recorded output and, at the end, the image as bytes: it is copied to the node by
-digest and size. Nothing of it is read or unpacked outside of sandboxes. Equal builds at once are one build: the first
-does the work, the others wait for how it ends.
+digest and size. Nothing of it is read or unpacked outside of sandboxes. Equal builds at once are one build (flights).
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ from cpuos.server.lifecycle import Lifecycle
 from cpuos.server.network import Networks
 from cpuos.server.tasks import Tasks
 from cpuos.server.templates.active import Active
-from cpuos.server.templates.failures import build_failed, other_failed, took_too_long, was_cancelled
+from cpuos.server.templates.failures import build_failed, is_of_recipe, other_failed, took_too_long, was_cancelled
+from cpuos.server.templates.flights import Flight, Flights
 from cpuos.server.templates.guest import Gate
 from cpuos.server.templates.layers import Layers
 from cpuos.server.templates.names import TemplateNames
@@ -101,7 +101,7 @@ class Builder:
             max_mib=max_mib,
         )
         self._active: dict[str, Active] = {}
-        self._flights: dict[str, asyncio.Future[Build]] = {}
+        self._flights = Flights()
         self._begun: Counter[str] = Counter()
         self._storing: set[str] = set()
         self._tidying: asyncio.Task[None] | None = None
@@ -156,17 +156,18 @@ class Builder:
         )
         active = Active(build=build, request=request, actor=actor, sandbox=None, **inputs)
         # From here to the flight's own record nothing waits: of equal builds exactly one is the first.
-        flight = None if request.fresh else self._flights.get(key)
-        if flight is not None:
-            await self._start(active, self._wait_for(active, flight))
+        if not request.fresh and self._flights.find(key) is not None:
+            await self._start(active, key)
             return build, None
-        flight = self._flights[key] = asyncio.get_running_loop().create_future()
+        flight = self._flights.begin(key, request)
         try:
             await self._begin(active, begun=begun)
-        except BaseException as error:
-            self._land(key, flight, error=error)
+            await self._start(active, key, flight)
+        except BaseException:
+            self._flights.land(key, flight, None)
+            if active.sandbox is not None:
+                await self._runner.kill(active.sandbox, reason="its build is not on record")
             raise
-        await self._start(active, self._run(active, key, flight))
         return active.build, active.sandbox
 
     async def _begin(self, active: Active, *, begun: Begun) -> None:
@@ -227,13 +228,17 @@ class Builder:
             min_isolation=Isolation.EMULATED,  # the steps change the root that they see
         )
 
-    async def _start(self, active: Active, work: Any) -> None:
+    async def _start(self, active: Active, key: str, flight: Flight | None = None) -> None:
         self._active[active.build.id] = active
-        async with self._database.write() as connection:
-            await records.insert_build(
-                connection, active.build, workspace=active.workspace, created_at=active.build.created_at
-            )
-        active.task = self._tasks.start(work)
+        try:
+            async with self._database.write() as connection:
+                await records.insert_build(
+                    connection, active.build, workspace=active.workspace, created_at=active.build.created_at
+                )
+        except BaseException:
+            del self._active[active.build.id]
+            raise
+        active.task = self._tasks.start(self._run(active, key, flight))
 
     async def get(self, workspace: str, build_id: str) -> Build:
         active = self._active.get(build_id)
@@ -303,21 +308,17 @@ class Builder:
 
     # the run of one build
 
-    async def _run(self, active: Active, key: str, flight: asyncio.Future[Build]) -> None:
-        image = f"built-{active.build.id}"
+    async def _run(self, active: Active, key: str, flight: Flight | None) -> None:
+        """Without a flight an equal build is at work."""
+        image, of_recipe = f"built-{active.build.id}", False
         try:
-            async with AsyncExitStack() as undo:
-                async with asyncio.timeout(active.request.timeout_s):
-                    self._storing.add(image)
-                    template = await self._runner.work(active, image, known=self._known, undo=undo)
-                active.settled = True
-                if active.known is not None:
-                    active.reuse()
-                else:
-                    async with self._database.write() as connection:
-                        named = {"workspace": active.workspace, "image": image, "template": template}
-                        await records.put_template(connection, **named)
-                    undo.pop_all()
+            if flight is None:
+                flight = await self._turn(active, key)
+            if flight is not None and active.sandbox is None:
+                await self._runner.to_its_end(self._begin_late(active))
+            template = active.known or await self._work(active, image)
+            if active.known is not None:
+                active.reuse()
             await self._end(active, state=BuildState.READY, template=template)
         except asyncio.CancelledError:
             if not active.cancelled:
@@ -326,57 +327,49 @@ class Builder:
             await self._end(active, state=BuildState.FAILED, error=error)
         except Exception as problem:
             error = await self._error_in_sandbox(active, problem)
+            of_recipe = is_of_recipe(error)
             await self._end(active, state=BuildState.FAILED, error=error)
         finally:
             self._storing.discard(image)
-            self._land(key, flight, build=active.build)
+            if flight is not None:
+                self._flights.land(key, flight, active.build, of_recipe=of_recipe)
 
-    async def _wait_for(self, active: Active, flight: asyncio.Future[Build]) -> None:
-        """An equal build does the work."""
-        try:
+    async def _turn(self, active: Active, key: str) -> Flight | None:
+        """Until an equal build has made it, and nothing is left to do, or this one is to do the work."""
+        async with asyncio.timeout(active.request.timeout_s):
+            while (flight := self._flights.find(key)) is not None:
+                other = await flight.landed()
+                if other is not None and other.template is not None:
+                    meant = self._meant(active.workspace, active.build.name, key=other.template.key)
+                    active.known = await self._runner.unbroken(meant)
+                    if active.known is not None:
+                        return None
+                elif other is not None and flight.is_shared(active.request):
+                    raise other_failed(active.build, other)
+            return self._flights.begin(key, active.request)
+
+    async def _begin_late(self, active: Active) -> None:
+        """What it waited for came to nothing: it works itself. Its caller asks for the way into the sandbox."""
+        await self._begin(active, begun=lambda sandbox_id: None)
+        async with self._database.write() as connection:
+            await records.update_build(connection, active.build)
+
+    async def _work(self, active: Active, image: str) -> TemplateInfo:
+        async with AsyncExitStack() as undo:
             async with asyncio.timeout(active.request.timeout_s):
-                other = await asyncio.shield(flight)
-            reused = None
-            if other.state is BuildState.READY:
-                assert other.template is not None
-                found = self._meant(active.workspace, active.build.name, key=other.template.key)
-                reused = await self._runner.unbroken(found)
-            if reused is None:
-                raise other_failed(active.build, other)
-            active.reuse()
-            await self._end(active, state=BuildState.READY, template=reused)
-        except asyncio.CancelledError:
-            if not active.cancelled:
-                raise
-            error = was_cancelled(active.build, active.at, by=active.cancelled)
-            await self._end(active, state=BuildState.FAILED, error=error)
-        except Exception as problem:
-            await self._end(active, state=BuildState.FAILED, error=self._error_of(active, problem))
-
-    def _land(
-        self,
-        key: str,
-        flight: asyncio.Future[Build],
-        *,
-        build: Build | None = None,
-        error: BaseException | None = None,
-    ) -> None:
-        """Let those know that wait for it."""
-        if self._flights.get(key) is flight:
-            del self._flights[key]
-        if flight.done():
-            return
-        if isinstance(error, CpuosError):
-            flight.set_exception(error)
-            flight.exception()  # nobody may be waiting
-        elif build is not None:
-            flight.set_result(build)
-        else:
-            flight.set_exception(PlatformError("cannot build template: a fault of cpuOS", "its sandbox was not made"))
-            flight.exception()
+                self._storing.add(image)
+                template = await self._runner.work(active, image, known=self._known, undo=undo)
+            active.settled = True
+            if active.known is None:
+                async with self._database.write() as connection:
+                    named = {"workspace": active.workspace, "image": image, "template": template}
+                    await records.put_template(connection, **named)
+                undo.pop_all()
+        return template
 
     async def _error_in_sandbox(self, active: Active, problem: Exception) -> CpuosError:
-        if isinstance(problem, CpuosError) and active.at != "try":  # then it is ended by the build
+        at_work = active.sandbox is not None and active.at != "try"  # then it is ended by the build
+        if isinstance(problem, CpuosError) and at_work:
             try:
                 await self._runner.require_sandbox(active)
             except InvalidRequest as error:

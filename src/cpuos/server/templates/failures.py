@@ -8,9 +8,20 @@ from cpuos.server.templates.recipe import TOO_LARGE_EXIT
 from cpuos.types.command import Command
 from cpuos.types.template import Build
 
-__all__ = ["build_failed", "other_failed", "output_end", "step_failed", "too_large", "took_too_long", "was_cancelled"]
+__all__ = [
+    "build_failed",
+    "is_of_recipe",
+    "other_failed",
+    "output_end",
+    "step_failed",
+    "too_large",
+    "took_too_long",
+    "was_cancelled",
+]
 
 _OUTPUT_END = 2000
+# What these see is not in the recipe: what the caller uploads, what a registry has and whom it serves.
+_FROM_OUTSIDE = ("files", "fetch")
 
 
 async def step_failed(guest: Guest, command: Command, *, build: Build, step: str) -> CpuosError:
@@ -19,7 +30,18 @@ async def step_failed(guest: Guest, command: Command, *, build: Build, step: str
         return too_large(build, tail.strip()[-300:])
     how = f"exit code {command.exit_code}" if command.exit_code is not None else command.status.value
     why = f"{command.reason or how}; the end of its output: {tail}" if tail else command.reason or how
-    return build_failed(build, step, why, output=tail)
+    error = build_failed(build, step, why, output=tail)
+    if command.exit_code is not None:
+        error.details["exit_code"] = command.exit_code
+    return error
+
+
+def is_of_recipe(error: CpuosError) -> bool:
+    """The same steps in a sandbox of the same size would fail in the same way: a command of theirs has ended with an
+    error, or what they have made is too large."""
+    details = error.details
+    ended = "exit_code" in details and details.get("step") not in _FROM_OUTSIDE
+    return ended or details.get("limit") in ("template_size", "templates_size")
 
 
 async def output_end(guest: Guest, command_id: str) -> str:

@@ -124,7 +124,7 @@ class Runner:
                 continue
             await self._step(active, guest, step)
             await guest.wait(await guest.start(REST, name=f"{WORK}/rest"))
-            await self._to_its_end(self._layers.keep(active, key))
+            await self.to_its_end(self._layers.keep(active, key))
 
     async def require_sandbox(self, active: Active) -> None:
         """Raise when it has ended, whoever ended it."""
@@ -268,7 +268,7 @@ class Runner:
         """Work on the database, which a cancel of the build does not cut short."""
         return await asyncio.shield(self._tasks.start(work))
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def to_its_end(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Work on the sandbox: a cancel of the build waits for its end."""
         task = self._tasks.start(work)
         try:
