@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import insert
 
 from control_plane import Installation, Server, check_nothing_is_left
-from cpuos.errors import Conflict, Unavailable
+from cpuos.errors import AgentFailure, Conflict, Unavailable
 from cpuos.server.auth import Permission, create_key
 from cpuos.server.db.models import Workspace
 from cpuos.types.alarms import AlarmRule
@@ -226,6 +226,19 @@ async def test_one_that_does_not_stand_still_is_killed(server: Server) -> None:
     shown = await server.get(made["id"])
     assert shown["state"] == "stopped"
     assert shown["reason"].endswith("and it could not be paused: 2 run on")
+
+
+@pytest.mark.parametrize("action", ["pause", "kill"])
+async def test_one_whose_agent_answers_nobody_does_not_run_on_as_pausing(server: Server, action: str) -> None:
+    """Its owner pauses it, its agent is silent, and its programs go on."""
+    made = await create(server, alarms=[f"cpu=50%/5m:{action}"])
+    gateway = server.installation.gateway
+    gateway.suspend_error = gateway.attach_error = AgentFailure("cannot freeze", "no word", code="agent_unresponsive")
+    assert (await server.http.post("/v1/sandboxes/box/pause")).status_code == 504
+    assert (await server.get("box"))["state"] == "pausing"
+    await spend(server, made, cpus=2, steps=30)
+    assert (await server.get(made["id"]))["state"] == "stopped"
+    assert (await actions(server)).count("alarm.begin") >= 1
 
 
 async def test_the_platforms_own_trouble_is_not_held_against_it(server: Server) -> None:

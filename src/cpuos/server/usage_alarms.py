@@ -37,6 +37,8 @@ __all__ = ["UsageAlarms"]
 _log = structlog.get_logger("cpuos.server.alarms")
 _rows = SandboxRow.__table__
 _workspaces = Workspace.__table__
+# Until its pause is done its programs may run: an agent that answers nobody would hold it there.
+_RUNS = frozenset({SandboxState.RUNNING.value, SandboxState.PAUSING.value})
 _ACTIVE = select(_rows.c.id).where(cast(_rows.c.active_alarms, String) != "[]")
 
 
@@ -116,7 +118,7 @@ class UsageAlarms:
             await self._look_at(row, rules, usage.get(row.id))
 
     async def _usage(self, rows: dict[str, Row[Any]]) -> dict[str, SandboxUsage]:
-        if all(row.state != SandboxState.RUNNING.value for row in rows.values()):
+        if all(row.state not in _RUNS for row in rows.values()):
             return {}
         return {used.id: used for used in await self._scheduler.client(self._node).usage()}
 
@@ -141,7 +143,7 @@ class UsageAlarms:
         if row.state == SandboxState.PAUSED.value and any(_pauses(one) for one in going_on.values()):
             # An earlier process paused it for this and was ended before it could say so.
             await self._over(row, why="the sandbox was paused")
-        if row.state != SandboxState.RUNNING.value or used is None or used.generation != row.generation:
+        if row.state not in _RUNS or used is None or used.generation != row.generation:
             return
         seen = self._see(row, rules, used)
         for key, one in seen.items():

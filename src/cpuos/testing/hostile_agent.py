@@ -56,6 +56,8 @@ class Misdeed(StrEnum):
     WRONG_SANDBOX = "wrong_sandbox"
     WRONG_GENERATION = "wrong_generation"
     REFUSE_IDENTITY = "refuse_identity"
+    # refusals
+    REFUSE_OTHERWISE = "refuse_otherwise"  # with a code of the contract that belongs to other calls: `refuses_as`
     # freezes
     NO_SUCH_CALL = "no_such_call"  # as an agent of an earlier release answers
     MANY_LISTENERS = "many_listeners"  # more than a sandbox may tell
@@ -85,6 +87,9 @@ class HostileAgent:
         self.requests: list[str] = []
         """Request lines that arrived, for tests that count calls."""
         self.sent_bytes = 0
+        self.refuses_as = "frozen"
+        self.is_frozen = False
+        """It says so."""
         self._socket_path = socket_path
         self._misdeeds: list[tuple[str, Misdeed]] = []
         self._generation = 1
@@ -171,6 +176,7 @@ class HostileAgent:
             "generation": self._generation,
             "boot_s": 0.1,
             "commands": 0,
+            "frozen": "f" * 32 if self.is_frozen else None,
         }
 
     async def _answer_well(self, wire: _Wire, path: str) -> None:
@@ -199,6 +205,8 @@ class HostileAgent:
             await wire.answer({"processes": -1, "listeners": [{"port": 0, "address": "<b>"}], "commands": ["../x"]})
         elif misdeed is Misdeed.FROZEN_FOR_EVER:
             await wire.answer(self.hello() | {"frozen": "f" * 32, "continued": 1 << 70})
+        elif misdeed is Misdeed.REFUSE_OTHERWISE:
+            await wire.answer({"code": self.refuses_as, "message": "wait for it", "errno": 0}, status=409)
         elif misdeed is Misdeed.REFUSE_IDENTITY:
             await wire.answer({"code": "identity_refused", "message": "no", "errno": None}, status=401)
         else:

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 from gateway_rig import SANDBOX, DataClient, LocalDialler, Rig, error_code, open_rig
 
+from cpuos.errors import ERRORS, CapacityExceeded, SandboxGone, Unavailable
+from cpuos.gateway.agent import answers
 from cpuos.gateway.agent.connection import AgentTimes
 from cpuos.testing.hostile_agent import HostileAgent, Misdeed
 from cpuos.types.frames import FrameKind
 
 TIMES = AgentTimes(connect_s=0.3, answer_s=0.3, identity_s=0.3, slow_answer_s=0.3, freeze_s=0.3)
+FREEZE = "f" * 32
 AGENT_CODES = ("agent_invalid", "agent_unresponsive")
 STREAMS = [
     Misdeed.BAD_FRAME,
@@ -30,6 +33,7 @@ STREAMS = [
 """Misdeeds after a proper STARTED: the command has begun, and ends as unknown."""
 TOLD_APART = {Misdeed.BACK_OFFSET, Misdeed.FLOOD, Misdeed.SILENT_STREAM, Misdeed.LYING_ENDED, Misdeed.AFTER_ENDED}
 TOLD_APART |= {Misdeed.NO_SUCH_CALL, Misdeed.MANY_LISTENERS, Misdeed.LYING_LISTENERS, Misdeed.FROZEN_FOR_EVER}
+TOLD_APART |= {Misdeed.REFUSE_OTHERWISE}
 CALLS = [misdeed for misdeed in Misdeed if misdeed not in {*STREAMS, *TOLD_APART, Misdeed.NO_STARTED}]
 
 
@@ -67,6 +71,26 @@ async def test_attach(tmp_path: Path, misdeed: Misdeed) -> None:
         agent.behave()
         if misdeed is not Misdeed.NEVER_ACCEPT:
             assert (await rig.attach()).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/identity", "/v1/commands", "/v1/thaw", "/v1/freeze"])
+async def test_a_refusal_is_never_trouble_of_the_platform(tmp_path: Path, path: str) -> None:
+    """As that it would be waited for: a sandbox could put off its pause, its resume and its end for ever."""
+    known = {"/v1/identity": "restore_incomplete", "/v1/freeze": "freeze_failed"}
+    async with hostile(tmp_path) as (agent, rig):
+        for agent_code in answers.AGENT_CODES:
+            agent.behave()
+            assert (await rig.attach()).status_code == 200
+            agent.refuses_as = agent_code
+            agent.misbehave(Misdeed.REFUSE_OTHERWISE, at=path)
+            told = await rig.suspend(FREEZE)
+            if path != "/v1/freeze":
+                assert told.status_code == 200
+                agent.is_frozen = path == "/v1/thaw"
+                told = await rig.attach(wait_s=0.3)
+            assert told.status_code >= 400, (agent_code, told.text)
+            assert error_code(told) in (*AGENT_CODES, known.get(path)), (agent_code, told.text)
+            assert not issubclass(ERRORS[error_code(told)][0], Unavailable | CapacityExceeded | SandboxGone)
 
 
 async def test_a_slow_call_is_not_sent_twice(tmp_path: Path) -> None:

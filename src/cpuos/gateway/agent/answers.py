@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from cpuos.errors import ERRORS, CpuosError
+from cpuos.errors import ERRORS, AgentFailure, CpuosError
 from cpuos.gateway.agent.http import agent_invalid
 from cpuos.types.files import FileEvent, FileInfo
 
@@ -35,6 +35,7 @@ __all__ = [
     "StdinTaken",
     "Thawed",
     "TreeDone",
+    "own_refusal",
     "read_answer",
     "refusal",
 ]
@@ -242,3 +243,14 @@ def refusal(body: bytes, *, what: str) -> CpuosError:
     if told.missing:
         details["missing"] = told.missing
     return ERRORS[code][0](what, told.message[:MAX_MESSAGE], code=code, details=details)
+
+
+def own_refusal(body: bytes, *, what: str, known: str) -> CpuosError:
+    """As `refusal`, of a call by which the platform holds the sandbox. But for `known` it is the agent's own fault,
+    whatever it calls itself: as trouble of the platform's, which is waited for, it would put off its end for ever."""
+    error = refusal(body, what=what)
+    if error.code == known or isinstance(error, AgentFailure):
+        return error
+    code = json.dumps(error.details["agent_code"])
+    why = f"it refused with {code}, which does not go with the call"
+    return AgentFailure(what, why, code="agent_invalid", details=error.details)

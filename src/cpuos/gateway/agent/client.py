@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from cpuos.errors import AgentFailure, Conflict, CpuosError
-from cpuos.gateway.agent.answers import AgentCommands, Continued, Frozen, Hello, read_answer, refusal
+from cpuos.gateway.agent.answers import AgentCommands, Continued, Frozen, Hello, own_refusal, read_answer, refusal
 from cpuos.gateway.agent.connection import (
     AgentConnection,
     AgentTimes,
@@ -139,7 +139,7 @@ class AgentClient:
             answer = await connection.read_head(limit_s=self.times.identity_s)
             told = await connection.read_body(answer, limit=MAX_JSON)
             if answer.status != 200:
-                raise refusal(told, what="cannot make the sandbox's agent ours")
+                raise own_refusal(told, what="cannot make the sandbox's agent ours", known="restore_incomplete")
             hello = read_answer(Hello, told)
             if hello.sandbox != self._sandbox_id or hello.generation != self._generation:
                 raise agent_invalid("it names another sandbox or generation than was dialled")
@@ -183,13 +183,15 @@ class AgentClient:
         body: bytes = b"",
         limit: int = MAX_JSON,
         limit_s: float | None = None,
+        of_itself: str | None = None,
     ) -> bytes:
-        """One JSON call: the body of its 2xx answer, else the agent's refusal as our error."""
+        """One JSON call: the body of its 2xx answer, else the agent's refusal as our error. `of_itself`: it is about
+        the sandbox and not for a client, and may be refused with this code."""
         async with self.exchange(method, target, body=body, limit_s=limit_s) as (connection, head):
             told = await connection.read_body(head, limit=limit)
-        if not 200 <= head.status < 300:
-            raise refusal(told, what=what)
-        return told
+        if 200 <= head.status < 300:
+            return told
+        raise refusal(told, what=what) if of_itself is None else own_refusal(told, what=what, known=of_itself)
 
     @asynccontextmanager
     async def exchange(
@@ -379,7 +381,8 @@ class AgentClient:
 
     async def commands(self) -> AgentCommands:
         """What the agent still knows."""
-        return read_answer(AgentCommands, await self.call("GET", "/v1/commands", what="cannot list the commands"))
+        told = await self.call("GET", "/v1/commands", what="cannot list the commands", of_itself="")
+        return read_answer(AgentCommands, told)
 
     # standing still
 
@@ -388,7 +391,9 @@ class AgentClient:
         what = f"cannot freeze sandbox {self._sandbox_id}"
         body = json.dumps({"freeze": freeze}).encode()
         try:
-            told = await self.call("POST", "/v1/freeze", what=what, body=body, limit_s=self.times.freeze_s)
+            told = await self.call(
+                "POST", "/v1/freeze", what=what, body=body, limit_s=self.times.freeze_s, of_itself="freeze_failed"
+            )
         except AgentFailure as error:
             if error.details.get("agent_code") == "not_found":
                 raise Conflict(what, "its agent is of an earlier release", code="freeze_failed") from error
@@ -399,7 +404,7 @@ class AgentClient:
         """Take a freeze back from which nothing came."""
         body = json.dumps({"freeze": freeze}).encode()
         what = f"cannot thaw sandbox {self._sandbox_id}"
-        return read_answer(Continued, await self.call("POST", "/v1/thaw", what=what, body=body))
+        return read_answer(Continued, await self.call("POST", "/v1/thaw", what=what, body=body, of_itself=""))
 
     # connections
 
