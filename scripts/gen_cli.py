@@ -25,8 +25,15 @@ _INTRODUCTION = """\
 JSON document, also on failure: then it is the error as the API sends it (`code`, `what`, `why`, `try` and `details`
 under `error`), and the three lines still go to stderr.
 
-Exit codes: 0 done, 1 failed, 2 the command line cannot be read, 130 interrupted; `exec`, `shell` and `profile run` exit
-as their command did, and with 125 where cpuOS itself failed. `CPUOS_DEBUG=1` shows tracebacks.
+| exit code | |
+|---|---|
+| 0 | Done. |
+| 1 | It failed. |
+| 2 | The command line, or a value in it, is not taken; nothing was begun. Of every command. |
+| 125 | `exec`, `shell` and `profile run`: cpuOS failed, not the program. Else they exit as it did. |
+| 130 | Interrupted. |
+
+`CPUOS_DEBUG=1` shows tracebacks.
 """
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["PLAIN_S", "Work", "drawn", "duration_text", "told"]
+__all__ = ["PLAIN_S", "Work", "drawn", "duration_text", "size_text", "told"]
 
 PLAIN_S = 15.0
 """So often a line is written where there is no terminal."""
@@ -84,3 +84,8 @@ def duration_text(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+
+
+def size_text(mib: float) -> str:
+    """MiB as people write sizes."""
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"

@@ -20,7 +20,7 @@ async def test_100_creates_with_room_for_60(installation: Installation) -> None:
         for answer in refused:
             assert (answer.status_code, error_of(answer)["code"]) == (429, "capacity_exceeded")
             assert set(error_of(answer)["details"]["short"]) == {"memory_mib"}
-            assert "256 MiB memory asked, 0 MiB memory free" in error_of(answer)["why"]
+            assert "memory: 256 MiB asked, 0 MiB free" in error_of(answer)["why"]
         await server.settle()
         assert set(installation.node.sandboxes) == {sandbox["id"] for sandbox in good}
         listed = (await server.http.get("/v1/sandboxes?state=all")).json()["sandboxes"]

@@ -47,7 +47,7 @@ def test_it_holds_for_a_running_sandbox_and_for_the_next(sealed, client):
 def test_what_is_always_blocked_is_refused_by_name(sealed_instance, client):
     line = [CPUOS, "net", "--workspace", "--allow", "10.0.0.0/8"]
     done = subprocess.run(line, capture_output=True, env=sealed_instance.environment(), timeout=120, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.splitlines()[0] == "cannot allow 10.0.0.0/8: always blocked (private)"
     assert done.stderr.splitlines()[2] == "try: cpuos doctor"
     with pytest.raises(InvalidRequest, match="localhost"):

@@ -188,15 +188,15 @@ def test_too_much_is_refused_not_cut(folder: Path) -> None:
 
 
 def test_nothing_is_written_before_the_script_starts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, text in [
-        (["--input", "gone.csv", "--script", "sales.csv"], "cannot read file: gone.csv"),
-        (["--input", "sales.csv", "--script", "sales.csv"], "cannot upload file"),
-        (["--input", "sales.csv", "--script", "sales.csv", "--timeout", "soon"], "cannot read --timeout"),
-        (["--script", "sales.csv", "--template", "no-such"], "no-such"),
+    for arguments, code, text in [
+        (["--input", "gone.csv", "--script", "sales.csv"], 2, "cannot read file: gone.csv"),
+        (["--input", "sales.csv", "--script", "sales.csv"], 2, "cannot upload file"),
+        (["--input", "sales.csv", "--script", "sales.csv", "--timeout", "soon"], 2, "cannot read --timeout"),
+        (["--script", "sales.csv", "--template", "no-such"], 125, "no-such"),
     ]:
-        assert main(["profile", "run", "python-data", *arguments]) == 125
+        assert main(["profile", "run", "python-data", *arguments]) == code
         assert text in capsys.readouterr().err
-    assert main(["profile", "run", "no-such", "--script", "sales.csv"]) == 125
+    assert main(["profile", "run", "no-such", "--script", "sales.csv"]) == 2
     assert os.listdir(folder) == ["sales.csv"]
 
 

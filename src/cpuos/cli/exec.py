@@ -49,8 +49,8 @@ def execute(
     """Run a command in a sandbox and exit as it did.
 
     One word is a line for bash; several words, or any after "--", are a program and its arguments, passed as they are.
-    Exit codes: the command's own; 124 it ran over --timeout; 125 cpuOS failed; 126 not executable; 127 no such program;
-    128+N ended by signal N.
+    Exit codes: the command's own; 2 the line is not taken; 124 it ran over --timeout; 125 cpuOS failed;
+    126 not executable; 127 no such program; 128+N ended by signal N.
     """
     from cpuos import Sandbox
 

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from cpuos.cli.wordings import OPTIONS, as_commands
 from cpuos.errors import CpuosError, Unavailable
 from cpuos.key_file import key_file, key_file_below
 
-__all__ = ["as_root", "hint_of", "is_command", "runnable"]
+__all__ = ["ENDING", "as_root", "hint_of", "is_command", "runnable"]
 
 # Commands that need root, at the start of a hint or of one of its parts.
 _PRIVILEGED = re.compile(
@@ -24,6 +25,7 @@ _PRIVILEGED = re.compile(
 # What other front ends say after the command: "cpuos ls, then cpuos kill SANDBOX", "cpuos status; cpuos up".
 _AFTERTHOUGHT = re.compile(r"""^(cpuos (?:[^,;'"]|'[^']*'|"[^"]*")*?)(?:[,;] | tells | shows ).*$""")
 _EXAMPLE = re.compile(r"^for example ([a-z_]+)=(\S+)$")
+_OF_A_CALL = re.compile(r"^for example |^help\(|^GET |^POST ")
 _PROGRAMS = frozenset(
     {
         *("cpuos", "apt-get", "cat", "chmod", "cp", "curl", "df", "env", "export", "free", "groupdel", "losetup", "ls"),
@@ -33,9 +35,9 @@ _PROGRAMS = frozenset(
 )
 _GROUPS = frozenset({"harden", "key", "pack", "profile", "snapshots", "template"})
 _TEMPLATE = re.compile(r"^cpuos create --template (\S+)$")
+ENDING = frozenset({"down", "kill", "prune", "rm", "uninstall"})
+"""Verbs that end or delete: never completed by us."""
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
-# Values that an option takes, for the line that is shown instead of a wrong one.
-_VALUES = {"timeout": "15m", "idle_timeout": "10m", "memory": "2GiB", "disk": "8GiB", "cpu": "2"}
 
 
 def as_root(command: str) -> str:
@@ -71,7 +73,9 @@ def hint_of(error: CpuosError, arguments: Sequence[str] = ()) -> str:
     parts = [part for part in re.split(r"; |, or |, then |: (?=cpuos )", hint) if part.startswith("cpuos ")]
     if parts and is_command(parts[0]):
         return runnable(parts[0])
-    comment = "" if hint.startswith(("GET ", "POST ")) else hint.replace("\n", " ")
+    comment = "" if _OF_A_CALL.match(hint) and _option_of(error) else hint.replace("\n", " ")
+    if (option := _option_of(error)) and not comment:
+        comment = shlex.join([word for word in option if word])
     return f"{_command_of(error, arguments)}  # {comment}" if comment else _command_of(error, arguments)
 
 
@@ -85,7 +89,9 @@ def _command_of(error: CpuosError, arguments: Sequence[str]) -> str:
 
 
 def _hint_by_code(error: CpuosError, arguments: list[str]) -> str:
-    _, _, hint = error.lines()
+    hint = as_commands(error.lines()[2])
+    if near := _with_near(error, arguments):
+        return near
     match error.code:
         case "key_missing":
             return _way_to_a_key()
@@ -97,19 +103,35 @@ def _hint_by_code(error: CpuosError, arguments: list[str]) -> str:
             return "cpuos ls --all"
         case "template_not_found" if "--template" in arguments and (found := _TEMPLATE.match(hint)):
             return _with_value(arguments, "--template", found[1])
-        case "invalid_request" if (option := _option_of(error)) and option in arguments:
-            return _with_value(arguments, option, _VALUES[option[2:].replace("-", "_")])
-        case "invalid_request" if error.what.startswith("cannot create sandbox") and _EXAMPLE.match(hint):
+        case "invalid_request" if (option := _option_of(error)) and option[0] in arguments:
+            return _with_value(arguments, *option)
+        case "invalid_request" if arguments[:1] in ([], ["create"]) and _is_of_create(error) and option and option[1]:
+            return shlex.join(["cpuos", "create", *option])
+        case "invalid_request" if _is_of_create(error) and _EXAMPLE.match(hint):
             return _EXAMPLE.sub(lambda found: f"cpuos create --{found[1].replace('_', '-')} {found[2]}", hint)
         case "capacity_exceeded":
             return _what_fits(error)
     return runnable(hint)
 
 
-def _option_of(error: CpuosError) -> str:
-    """The option whose value was not one; empty where that is not told, or no example is known."""
+def _is_of_create(error: CpuosError) -> bool:
+    return error.what.startswith("cannot create sandbox")
+
+
+def _option_of(error: CpuosError) -> tuple[str, str] | None:
+    """The option whose value was not one, and a value that is; none where that is not told, or no example is known."""
     field = str(error.details.get("field", "")).removeprefix("--").replace("-", "_")
-    return f"--{field.replace('_', '-')}" if field in _VALUES else ""
+    return next((OPTIONS[part] for part in field.split(".") if part in OPTIONS), None)
+
+
+def _with_near(error: CpuosError, arguments: Sequence[str]) -> str:
+    """The line that was given, with the name that was probably meant; empty where nothing is near. Never one that ends
+    or removes something: that is for its user to write."""
+    given, near = error.details.get("given"), error.details.get("near")
+    if given not in arguments or not near or ENDING.intersection(arguments[:2]):
+        return ""
+    place = list(arguments).index(given)
+    return shlex.join(["cpuos", *arguments[:place], near, *arguments[place + 1 :]])
 
 
 def _with_value(arguments: Sequence[str], option: str, value: str) -> str:

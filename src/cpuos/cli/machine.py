@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cpuos.cli.hints import as_root, runnable
+from cpuos.cli.installation import describe_client, describe_installation, find_client
 from cpuos.cli.output import JsonOption, Output, current_output
 from cpuos.cli.results import describe_capacity, describe_pool
 from cpuos.errors import CpuosError, InvalidRequest, SetupRequired
 
 if TYPE_CHECKING:
-    from cpuos.services import Stopped
+    from cpuos.services import Removal, Stopped
     from cpuos.settings import Settings
     from cpuos.setup.progress import Progress
 
@@ -102,9 +103,13 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
     found = services.status()
     capacity, alarms = _capacity(found.api_url), _alarms(found.api_url)
     pools = _pools(found.api_url)
+    client = find_client()
     if output.json:
-        output.data({**dataclasses.asdict(found), "capacity": capacity, "pools": pools, "alarms": alarms})
+        told = {"capacity": capacity, "pools": pools, "alarms": alarms, "client": dataclasses.asdict(client)}
+        output.data({**dataclasses.asdict(found), **told})
     else:
+        for line in (*describe_installation(found), *describe_client(client, api_url=found.api_url)):
+            output.line(line)
         rows = [
             (part.name, part.state, part.pid, "" if part.up_s is None else f"{part.up_s:.0f}s", part.restarts, part.log)
             for part in found.parts
@@ -169,15 +174,20 @@ def doctor(ctx: typer.Context, as_json: JsonOption = False) -> None:
     Exits with 1 where something is missing.
     """
     require_server_parts()
+    from cpuos import services
     from cpuos.setup.doctor import CheckState, doctor_lines
     from cpuos.setup.doctor import doctor as examine
 
     output = current_output(ctx)
     with output.working("looking; a test sandbox is booted"):
         checks = [dataclasses.replace(check, fix=runnable(check.fix)) for check in examine()]
+    found, client = services.status(), find_client()
     if output.json:
-        output.data({"checks": [dataclasses.asdict(check) for check in checks]})
+        told = {"data_dir": found.data_dir, "run_dir": found.run_dir, "other": found.other}
+        output.data({"checks": [dataclasses.asdict(check) for check in checks], **told})
     else:
+        for line in (*describe_installation(found), *describe_client(client, api_url=found.api_url)):
+            output.line(line)
         for line in doctor_lines(checks):
             output.line(line)
     if any(check.state is CheckState.MISSING for check in checks):
@@ -306,14 +316,21 @@ def uninstall(
         output.data(dataclasses.asdict(done))
     else:
         for thing in done.removed:
-            output.line(thing)
+            output.line(f"removed {thing}")
         for left in done.left:
-            for line in (f"stays: {left.what}", left.why, f"try: {runnable(left.hint)}"):
+            for line in (f"left: {left.what}", left.why, f"try: {runnable(left.hint)}"):
                 output.progress(line)
-        if not purge:
-            output.progress(f"data and caches stay; to remove them too: {as_root('cpuos uninstall --purge')}")
+        output.progress(_what_is_left(done, purge=purge))
     if failed:
         raise typer.Exit(1)
+
+
+def _what_is_left(done: Removal, *, purge: bool) -> str:
+    if done.left:
+        return f"left are: {', '.join(left.what for left in done.left)}; the reasons stand above"
+    if purge:
+        return "nothing of it is left" if done.removed else "nothing of it was here"
+    return f"the data directory and `cpuos` are left; to remove them too: {as_root('cpuos uninstall --purge')}"
 
 
 def _progress(output: Output) -> Progress:

@@ -38,13 +38,18 @@ from cpuos.cli import (
     storage,
     templates,
 )
+from cpuos.cli.hints import ENDING
+from cpuos.cli.installation import name_place
 from cpuos.cli.output import JsonOption, Output
 from cpuos.errors import CpuosError, InvalidRequest, PlatformError
+from cpuos.types.near import nearest
 
 __all__ = ["app", "main", "show_overview"]
 
 # As `docker run`: a code that the program inside is unlikely to use says that the failure is ours.
 EXEC_FAILURE = 125
+USAGE = 2
+"""The line, or a value in it, is not taken: nothing was begun."""
 
 # Words of other tools, and the one that does it here.
 _UNKNOWN = re.compile(r"No such command '([^']*)'\.?(?: Did you mean (.*)\?)?")
@@ -53,8 +58,7 @@ _MEANT = {
     **{"list": "ls", "run": "exec --help", "new": "create", "delete": "kill --help", "copy": "cp --help"},
     **{"ssh": "shell --help", "version": "--version"},
 }
-_ENDING = frozenset({"down", "kill", "prune", "rm", "uninstall"})
-"""Verbs that end or delete: never a guess of ours."""
+_UNKNOWN_OPTION = re.compile(r"No such option: (\S+)")
 
 app = typer.Typer(
     name="cpuos",
@@ -125,13 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CpuosError as error:
         if os.environ.get("CPUOS_DEBUG") == "1":
             raise
+        name_place(error)
         output.error(error, arguments)
-        return failure
+        return USAGE if error.code == "invalid_request" else failure
     except TyperException as error:
         # The line could not be read as a whole, so the option may not have been met.
         output.json = output.json or "--json" in arguments
-        output.error(_usage_error(error))
-        return EXEC_FAILURE if failure == EXEC_FAILURE else error.exit_code
+        output.error(_usage_error(error, arguments))
+        return USAGE
     except (KeyboardInterrupt, typer.Abort):
         output.progress(f"cpuos: {output.interrupted}")
         return 130
@@ -183,7 +188,7 @@ def _interrupted_by_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _usage_error(error: TyperException) -> CpuosError:
+def _usage_error(error: TyperException, arguments: Sequence[str]) -> CpuosError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "cpuos"
     message = error.format_message().rstrip(".")
@@ -193,14 +198,20 @@ def _usage_error(error: TyperException) -> CpuosError:
         meant = (_MEANT.get(unknown[1]) if path == "cpuos" else None) or _guess(unknown[2])
         message = f"no such command {unknown[1]!r}"
         hint = f"{path} {meant}" if meant else hint
+    elif (unknown := _UNKNOWN_OPTION.match(message)) and context:
+        options = [option for parameter in context.command.params for option in parameter.opts]
+        near = nearest(unknown[1], [option for option in options if option.startswith("--")])
+        message = f"no such option {unknown[1]}" + (f"; {near} is near" if near else "")
+        if near and unknown[1] in arguments and not ENDING.intersection(path.split()):
+            hint = shlex.join(["cpuos", *(near if word == unknown[1] else word for word in arguments)])
     what = f"cannot read the command line: {message[:1].lower()}{message[1:]}"
     return InvalidRequest(what, usage[:1].lower() + usage[1:], hint=hint)
 
 
 def _guess(suggested: str | None) -> str | None:
-    """The first command that is near and harmless, to read about."""
+    """The first command that is near, to read about."""
     near = re.findall(r"'([^']+)'", suggested or "")
-    return next((f"{name} --help" for name in near if name not in _ENDING), None)
+    return f"{near[0]} --help" if near else None
 
 
 def _fault(error: Exception, arguments: Sequence[str]) -> CpuosError:

@@ -31,6 +31,7 @@ def show(ctx: typer.Context) -> None:
     steps = _EMPTY_STEPS
     try:
         with Client() as client:
+            state = f"cpuOS is running at {client.config.api_url}"
             live = Sandbox.list(client=client)
             with contextlib.suppress(Forbidden):
                 capacity = client.get_json("/v1/capacity")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Any
 
+from cpuos.live import size_text
+
 if TYPE_CHECKING:
     from cpuos import Result
     from cpuos.types.command import Command
@@ -75,15 +77,18 @@ def _signal_name(number: int | None) -> str:
 
 
 def describe_capacity(capacity: dict[str, Any]) -> str:
-    """The answer of /v1/capacity in one line."""
-    units = {"sandboxes": "sandboxes", "cpu": "CPU", "memory_mib": "MiB memory", "disk_mib": "MiB disk"}
+    """The answer of /v1/capacity in one line: of each thing what is promised, the limit of that, and what there is."""
     parts = []
-    for name, unit in units.items():
-        used, total = capacity[name]["reserved"], capacity[name]["total"]
-        parts.append(
-            f"{used:g} of {total:g} {unit}" if name in ("sandboxes", "cpu") else f"{used:.0f} of {total:.0f} {unit}"
-        )
-    return f"in use: {', '.join(parts)}"
+    for name, unit in {"sandboxes": "sandboxes", "cpu": "CPU", "memory_mib": "memory", "disk_mib": "disk"}.items():
+        row = capacity[name]
+        amount = size_text if name.endswith("_mib") else _number
+        machine = f" (machine: {amount(row['machine'])})" if "machine" in row and name != "sandboxes" else ""
+        parts.append(f"{amount(row['reserved'])} of at most {amount(row['total'])} {unit}{machine}")
+    return f"promised: {', '.join(parts)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"
 
 
 def describe_pool(pool: dict[str, Any]) -> str:

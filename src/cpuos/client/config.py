@@ -24,6 +24,10 @@ class Config:
 
     api_url: str
     api_key: str = field(repr=False)
+    url_from: str = "an argument"
+    """What named the address: a variable, a file, the default."""
+    key_from: str = "an argument"
+    """Where the key lies."""
 
 
 def load_config(
@@ -37,13 +41,21 @@ def load_config(
     environ = os.environ if environ is None else environ
     path = key_file_below(home) if home else _where(environ)
     stored_url, stored_key = _read_credentials(path)
-    url = _checked(api_url or environ.get("CPUOS_API_URL") or stored_url or DEFAULT_API_URL)
-    key = api_key or environ.get("CPUOS_API_KEY")
-    if not key and stored_key and url == _checked(stored_url or DEFAULT_API_URL):
-        key = stored_key
+    found, url_from = _first(
+        (api_url, "an argument"),
+        (environ.get("CPUOS_API_URL"), "CPUOS_API_URL"),
+        (stored_url, str(path)),
+        (DEFAULT_API_URL, "default"),
+    )
+    url = _checked(found)
+    if url != _checked(stored_url or DEFAULT_API_URL):
+        stored_key = None
+    key, key_from = _first(
+        (api_key, "an argument"), (environ.get("CPUOS_API_KEY"), "CPUOS_API_KEY"), (stored_key, str(path))
+    )
     if not key:
         raise AuthenticationError(
-            f"cannot find an API key for {url}",
+            f"cannot find an API key for {url} (by {url_from})",
             f"CPUOS_API_KEY is not set and {path} {_why_none(path)}",
             code="key_missing",
             hint="cpuos up",
@@ -51,7 +63,12 @@ def load_config(
     key = key.strip()
     if not key.isascii() or not key.isprintable() or " " in key:
         raise AuthenticationError("cannot use the API key: it has characters that no key has", "see CPUOS_API_KEY")
-    return Config(api_url=url, api_key=key)
+    return Config(api_url=url, api_key=key, url_from=url_from, key_from=key_from)
+
+
+def _first(*candidates: tuple[str | None, str]) -> tuple[str, str]:
+    """The first that is there, and where from."""
+    return next(((value, place) for value, place in candidates if value), ("", ""))
 
 
 def _where(environ: Mapping[str, str]) -> Path:

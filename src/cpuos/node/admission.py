@@ -17,6 +17,7 @@ from cpuos.node.journal import Record, Stage
 from cpuos.node.runtime_table import RuntimeTable
 from cpuos.node.volume import Volume
 from cpuos.types.node import NodeSandboxCreate, RoomFacts
+from cpuos.types.room import describe_shortage
 
 __all__ = ["Admission", "AdmissionRules", "Held"]
 
@@ -87,7 +88,8 @@ class Admission:
         for name in vars(wanted):
             asked, taken, most = (getattr(part, name) for part in (wanted, held, total))
             if taken + asked > most:
-                short[name] = {"asked": asked, "free": max(0.0, most - taken), "total": most}
+                row = {"asked": asked, "free": max(0.0, most - taken), "total": most, "promised": taken}
+                short[name] = row | {"machine": getattr(self._machine(), name)}
         if short:
             raise _no_room(what, short)
 
@@ -111,6 +113,16 @@ class Admission:
             memory_mib=max(0, host.memory_mib() - rules.memory_reserve_mib) * rules.memory_overcommit,
             processes=max(0, processes) * rules.processes_overcommit,
             disk_mib=max(0, disk_mib) * rules.disk_overcommit,
+        )
+
+    def _machine(self) -> Held:
+        """What there is."""
+        return Held(
+            sandboxes=self.rules.max_sandboxes,
+            cpu=host.cpu_count(),
+            memory_mib=host.memory_mib(),
+            processes=host.most_processes(self._proc),
+            disk_mib=self._volume_mib(),
         )
 
     def facts(self) -> dict[str, RoomFacts]:
@@ -155,21 +167,17 @@ class Admission:
 
 
 def _no_room(what: str, short: dict[str, dict[str, float]]) -> CapacityExceeded:
-    parts = [f"{_words(name, row['asked'])} asked, {_words(name, row['free'])} free" for name, row in short.items()]
+    parts = [describe_shortage(short)]
     details: dict[str, object] = {"short": short}
     if "sandboxes" in short:
         most = int(short["sandboxes"]["total"])
         parts.append(f"max_sandboxes is {most}")
         details |= {"limit": "max_sandboxes", "value": most}
+    if "disk_mib" in short:
+        parts.append("of a disk's number the node promises twice as much")
     return CapacityExceeded(
         what,
         f"this node has no room ({', '.join(sorted(short))}): {'; '.join(parts)}",
         hint="cpuos ls, then cpuos kill SANDBOX; or ask for at most what is free",
         details=details,
     )
-
-
-def _words(name: str, value: float) -> str:
-    if name in ("memory_mib", "disk_mib"):
-        return f"{value:.0f} MiB {name.removesuffix('_mib')}"
-    return f"{value:.10g} {name}"

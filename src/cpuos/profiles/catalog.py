@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from cpuos.errors import InvalidRequest
+from cpuos.types.near import near_details
 
 __all__ = ["Limits", "Profile", "get_profile", "list_profiles"]
 
@@ -56,8 +57,10 @@ def get_profile(name: str) -> Profile:
     for profile in list_profiles():
         if profile.name == name:
             return profile
+    known = [profile.name for profile in list_profiles()]
     raise InvalidRequest(
         f"cannot find profile: {name!r}",
-        f"installed are {', '.join(profile.name for profile in list_profiles())}",
+        f"installed are {', '.join(known)}",
         hint="cpuos profile ls",
+        details=near_details(name, known),
     )

@@ -103,7 +103,16 @@ class NodeView:
 
     facts: NodeFacts
     total: Capacity
+    """What may be promised: of some things more than there is, of memory and disk less a reserve."""
     reserved: Capacity
+
+    @property
+    def machine(self) -> Capacity:
+        """What there is."""
+        facts = self.facts
+        return Capacity(
+            sandboxes=facts.max_sandboxes, cpu=facts.cpu, memory_mib=facts.memory_mib, disk_mib=facts.disk_mib
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from cpuos.errors import CapacityExceeded, CpuosError, InvalidRequest, NotFound, SetupRequired, Unavailable
 from cpuos.scheduler.base import Capacity, CapacityRules, Demand, NodeView, Placement
+from cpuos.types.near import near_details, nearest
 from cpuos.types.node import NodeFacts, RuntimeFacts
+from cpuos.types.room import describe_shortage
 from cpuos.types.sandbox import Isolation
 
 __all__ = ["check_room", "place", "shortage", "total_capacity"]
@@ -52,12 +54,14 @@ def check_room(view: NodeView, more: Capacity, *, action: str) -> None:
 
 
 def shortage(view: NodeView, wanted: Capacity) -> dict[str, dict[str, float]]:
-    """What is short of so much more: name to asked, free and total. Empty when it fits."""
+    """What is short of so much more: name to asked, free, total, promised and what the
+    machine has. Empty when it fits."""
     short = {}
     for name in ("sandboxes", "cpu", "memory_mib", "disk_mib"):
         asked, total, reserved = (getattr(part, name) for part in (wanted, view.total, view.reserved))
         if asked > 0 and reserved + asked > total:
-            short[name] = {"asked": asked, "free": max(0, total - reserved), "total": total}
+            row = {"asked": asked, "free": max(0, total - reserved), "total": total, "promised": reserved}
+            short[name] = row | {"machine": float(getattr(view.machine, name))}
     return short
 
 
@@ -71,7 +75,7 @@ def _place_on(view: NodeView, demand: Demand) -> Placement:
             f"cannot create sandbox: no template {demand.template!r}",
             f"installed are: {', '.join(names) or 'none'}",
             code="template_not_found",
-            hint="cpuos create --template " + (names or ["python"])[-1],
+            hint="cpuos create --template " + (nearest(demand.template, names) or (names or ["python"])[-1]),
             details={"template": demand.template, "templates": names},
         )
     runtime = _choose_runtime(facts, demand)
@@ -93,11 +97,12 @@ def _place_on(view: NodeView, demand: Demand) -> Placement:
 
 def _choose_runtime(facts: NodeFacts, demand: Demand) -> RuntimeFacts:
     if demand.runtime != "auto" and all(runtime.name != demand.runtime for runtime in facts.runtimes):
-        known = ", ".join(sorted(runtime.name for runtime in facts.runtimes)) or "none"
+        names = [runtime.name for runtime in facts.runtimes]
+        known = ", ".join(sorted(names)) or "none"
         raise InvalidRequest(
             f"cannot create sandbox: unknown runtime {demand.runtime!r}",
             f"known on {facts.node} are: auto, {known}",
-            details={"field": "runtime", "value": demand.runtime},
+            details={"field": "runtime", "value": demand.runtime, **near_details(demand.runtime, ["auto", *names])},
         )
     asked = [runtime for runtime in facts.runtimes if demand.runtime in ("auto", runtime.name)]
     available = [runtime for runtime in asked if runtime.available]
@@ -127,7 +132,6 @@ def _no_runtime(what: str, why: str) -> SetupRequired:
 
 
 def _no_room(node: str, short: dict[str, dict[str, float]], *, action: str) -> CapacityExceeded:
-    parts = [f"{_amount(name, row['asked'])} asked, {_amount(name, row['free'])} free" for name, row in short.items()]
     never = [name for name, row in short.items() if row["asked"] > row["total"] and row["free"] > 0]
     if never:
         limits = ", ".join(_amount(name, short[name]["free"]) for name in never)
@@ -136,7 +140,7 @@ def _no_room(node: str, short: dict[str, dict[str, float]], *, action: str) -> C
         hint = "cpuos ls, then cpuos kill SANDBOX; or ask for at most what is free (GET /v1/capacity)"
     return CapacityExceeded(
         f"cannot {action}: node {node} has no room ({', '.join(sorted(short))})",
-        "; ".join(parts),
+        describe_shortage(short),
         hint=hint,
         details={"node": node, "short": short},
     )

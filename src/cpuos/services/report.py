@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from cpuos.services.health import ask, part_answers
+from cpuos.services.ownership import other_owner
 from cpuos.services.parts import PARTS
 from cpuos.services.processes import find_process
 from cpuos.services.record import read_record
@@ -39,8 +40,11 @@ class InstanceStatus:
     gateway_url: str | None
     previews_url: str | None
     """Of the preview domain: the names of previews stand before its host."""
+    data_dir: str
     state_dir: str
     run_dir: str
+    other: str | None = None
+    """State directory of another installation, which runs from this run directory: the parts are its."""
     parts: list[PartStatus] = field(default_factory=list)
 
 
@@ -49,7 +53,7 @@ def status(settings: Settings | None = None) -> InstanceStatus:
     settings = settings or load_settings()
     if os.path.exists(settings.run_dir) and not os.access(settings.run_dir, os.R_OK | os.X_OK):
         return _status_by_server(settings)
-    record = read_record(settings)
+    record, other = read_record(settings), other_owner(settings)
     parts = []
     for part in PARTS:
         known = record.parts.get(part.name) if record else None
@@ -63,7 +67,7 @@ def status(settings: Settings | None = None) -> InstanceStatus:
                 pid=known.process.pid if known and runs else None,
                 up_s=round(time.time() - known.since, 1) if known and runs else None,
                 restarts=known.restarts if known else 0,
-                log=str(settings.log_dir / f"{part.name}.log"),
+                log=str((settings.log_dir if other is None else other / "logs") / f"{part.name}.log"),
             )
         )
     return InstanceStatus(
@@ -72,6 +76,8 @@ def status(settings: Settings | None = None) -> InstanceStatus:
         api_url=read_endpoint(settings.server_endpoint),
         gateway_url=read_endpoint(settings.gateway_endpoint),
         previews_url=read_endpoint(settings.preview_endpoint),
+        other=None if other is None else str(other),
+        data_dir=str(settings.data_dir),
         state_dir=str(settings.state_dir),
         run_dir=str(settings.run_dir),
         parts=parts,
@@ -101,6 +107,7 @@ def _status_by_server(settings: Settings) -> InstanceStatus:
         api_url=api_url if answer == 200 else None,
         gateway_url=None,
         previews_url=None,
+        data_dir=str(settings.data_dir),
         state_dir=str(settings.state_dir),
         run_dir=str(settings.run_dir),
         parts=parts,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from rich.console import Console
 from rich.markup import escape
 
-from cpuos.live import PLAIN_S, Work, drawn, duration_text, told
+from cpuos.live import PLAIN_S, Work, drawn, duration_text, size_text, told
 
 if TYPE_CHECKING:
     from cpuos.setup.engine import Step
@@ -23,7 +23,6 @@ __all__ = [
     "QuietProgress",
     "choose_progress",
     "plan_lines",
-    "size_text",
 ]
 
 
@@ -168,8 +167,3 @@ def plan_lines(steps: Sequence[Step], *, done: int, log: Path) -> list[str]:
     total = duration_text(sum(step.duration_s for step in steps))
     lines.append(f"  together downloads {size_text(download)}, keeps {size_text(disk)}, takes about {total}")
     return lines
-
-
-def size_text(mib: int) -> str:
-    """MiB as people write sizes."""
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib} MiB"

@@ -53,7 +53,11 @@ class NodeList(Answer):
 
 class Amount(Answer):
     total: float
+    """What may be promised: with the overcommit, less the reserve."""
     reserved: float
+    """What is promised."""
+    machine: float
+    """What the nodes have."""
 
 
 class Capacity(Answer):
@@ -61,7 +65,6 @@ class Capacity(Answer):
 
     sandboxes: Amount
     cpu: Amount
-    """Total counts the overcommit factor."""
     memory_mib: Amount
     disk_mib: Amount
 

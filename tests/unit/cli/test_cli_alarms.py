@@ -81,7 +81,7 @@ def test_they_are_replaced_and_taken_away(workspace) -> None:
     "arguments", [["box", "--set", RULE], ["box", "--off"], ["--off", "--set", RULE]], ids=["set", "off", "both"]
 )
 def test_what_cannot_be_meant_is_refused(workspace, capsys, arguments) -> None:
-    assert main(["alarms", *arguments]) == 1
+    assert main(["alarms", *arguments]) == 2
     assert capsys.readouterr().err.startswith("cannot ")
     assert workspace["rules"] == [OTHER]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import cpuos
+from cpuos import errors
 from cpuos.cli.hints import hint_of, is_command, runnable
 from cpuos.cli.main import app
 from cpuos.errors import (
@@ -177,3 +178,53 @@ def test_no_room_names_what_fits() -> None:
     del short["cpu"], short["memory_mib"]
     assert hint_of(error) == "cpuos ls"
     assert hint_of(CapacityExceeded("no room", "")) == "cpuos ls"
+
+
+_CALL = re.compile(r"\b(sbx|job|Network|Path|download|help|Sandbox|Template)\b\s*[.(=]|^for example|\w=[{\[\"']")
+
+
+def hints_of_calls() -> list[str]:
+    """Every constant hint of the SDK, the server and the gateway, and of the table of codes."""
+    root = Path(cpuos.__file__).parent
+    found = [words[1] for words in errors._WORDS.values()]
+    for part in ("client/_async", "client", "server", "gateway", "types"):
+        for path in (root / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.keyword) and node.arg == "hint" and "_sync" not in path.parts:
+                    parts = node.value.values if isinstance(node.value, ast.JoinedStr) else [node.value]
+                    text = "".join(
+                        str(one.value) if isinstance(one, ast.Constant) else "'x'" if "!r" in ast.unparse(one) else "x"
+                        for one in parts
+                    )
+                    if any(isinstance(one, ast.Constant) for one in parts):
+                        found.append(text)
+    return sorted(set(found))
+
+
+def test_no_hint_is_a_call_of_the_sdk(user: str) -> None:
+    known = hints_of_calls()
+    assert "job.output(x, offset=x)" in {hint.replace("'x'", "x") for hint in known}
+    shown = [hint_of(InvalidRequest("cannot do it", "", hint=hint), ["exec", "box", "ls"]) for hint in known]
+    assert [hint for hint in shown if _CALL.search(hint)] == []
+
+
+def test_what_the_api_calls_a_field_is_an_option_here() -> None:
+    wire = InvalidRequest(
+        "cannot read the request: timeout_s = -1",
+        "",
+        hint='for example "timeout_s": 900',
+        details={"field": "timeout_s"},
+    )
+    assert hint_of(wire, ["exec", "--timeout", "-1s", "box", "ls"]) == "cpuos exec --timeout 15m box ls"
+    label = InvalidRequest(
+        "cannot create sandbox: labels.a", "", hint='for example labels={"team": "data"}', details={"field": "labels.a"}
+    )
+    assert hint_of(label, ["create", "--label", "a=b"]) == "cpuos create --label team=data"
+    assert hint_of(label, ["fork", "-l", "a=b", "box"]) == "cpuos fork --help  # --label team=data"
+
+
+def test_a_name_that_is_near_is_put_into_the_line() -> None:
+    near = {"given": "pyton", "near": "python"}
+    error = NotFound("cannot find template: 'pyton'", "", code="template_not_found", hint="cpuos x", details=near)
+    assert hint_of(error, ["template", "inspect", "pyton", "--json"]) == "cpuos template inspect python --json"
+    assert hint_of(error, ["template", "rm", "pyton"]) == "cpuos x", "what removes is for its user to write"

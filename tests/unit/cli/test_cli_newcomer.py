@@ -49,8 +49,8 @@ def test_a_group_alone_is_its_help(group: str, capsys: pytest.CaptureFixture[str
         ("rm", "kill --help"),
         ("run", "exec --help"),
         ("lss", "ls --help"),
-        ("prun", "--help"),
-        ("kil", "--help"),
+        ("prun", "prune --help"),
+        ("kil", "kill --help"),
         ("help", "--help"),
         ("version", "--version"),
         ("odd", "--help"),
@@ -65,17 +65,28 @@ def test_words_of_other_tools(word: str, meant: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("away")
 @pytest.mark.parametrize(
-    "arguments", [["shell", "box"], ["profile", "run", "python-data"], ["profile", "run", "nope", "--script", "x.py"]]
+    ("arguments", "code"),
+    [
+        (["shell", "box"], 125),
+        (["exec", "box", "true"], 125),
+        (["shell", "--nope", "box"], 2),
+        (["exec", "--env", "x", "box", "true"], 2),
+        (["create", "--label", "x"], 2),
+        (["profile", "run", "python-data"], 2),
+        (["profile", "run", "nope", "--script", "x.py"], 2),
+    ],
 )
-def test_our_own_failures_have_a_code_apart(arguments: list[str]) -> None:
-    assert main(arguments) == 125
+def test_our_own_failures_have_a_code_apart_and_usage_errors_have_one_everywhere(
+    arguments: list[str], code: int
+) -> None:
+    assert main(arguments) == code
 
 
 @pytest.mark.usefixtures("away")
 def test_a_profile_without_server_or_input_is_our_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     run = ["profile", "run", "python-data", "--out", str(tmp_path / "out"), "--script"]
-    assert main([*run, str(script)]) == 125
+    assert main([*run, str(script)]) == 2
     script.write_text("")
     assert main([*run, str(script)]) == 125
     assert main([*run, str(script), "--json"]) == 125
@@ -87,7 +98,7 @@ def test_a_profile_without_server_or_input_is_our_failure(tmp_path: Path) -> Non
     [["--cpu", "0"], ["--max-processes", "0"], ["--name", ""], ["--memory", ""], ["--timeout", ""], ["--timeout", "0"]],
 )
 def test_nothing_and_zero_are_no_defaults(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["create", *options]) == 1
+    assert main(["create", *options]) == 2
     told = capsys.readouterr().err
     assert "cannot reach" not in told, "refused before any call"
 
@@ -100,7 +111,7 @@ def test_without_a_key_alone_says_so(
     monkeypatch.setenv("CPUOS_API_URL", "http://127.0.0.1:9")
     assert main([]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("cannot find an API key for http://127.0.0.1:9: CPUOS_API_KEY is not set")
+    assert shown.startswith("cannot find an API key for http://127.0.0.1:9 (by CPUOS_API_URL): CPUOS_API_KEY is not")
     assert "get a key for this user" in shown
     assert main(["--json"]) == 0
     assert json.loads(capsys.readouterr().out)["running"] is None
@@ -149,10 +160,18 @@ def test_time_left_is_rounded_up() -> None:
 
 
 def test_room_is_one_line() -> None:
-    amounts = {"sandboxes": (1, 64), "cpu": (2, 16.0), "memory_mib": (2048, 12000), "disk_mib": (8192, 90000.4)}
-    answer = {name: {"reserved": used, "total": total} for name, (used, total) in amounts.items()}
+    amounts = {
+        "sandboxes": (1, 64, 64),
+        "cpu": (2, 16.0, 2),
+        "memory_mib": (512, 12000, 13024),
+        "disk_mib": (8192, 90000.4, 13298),
+    }
+    answer = {
+        name: {"reserved": used, "total": total, "machine": there} for name, (used, total, there) in amounts.items()
+    }
     assert describe_capacity(answer) == (
-        "in use: 1 of 64 sandboxes, 2 of 16 CPU, 2048 of 12000 MiB memory, 8192 of 90000 MiB disk"
+        "promised: 1 of at most 64 sandboxes, 2 of at most 16 CPU (machine: 2), "
+        "512 MiB of at most 11.7 GiB memory (machine: 12.7 GiB), 8.0 GiB of at most 87.9 GiB disk (machine: 13.0 GiB)"
     )
 
 
@@ -197,7 +216,7 @@ def test_cp_names_what_it_left_out(files: Files, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.usefixtures("files")
 def test_cp_makes_no_parents_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cp", "box:/data/a", str(tmp_path / "typo" / "a")]) == 1
+    assert main(["cp", "box:/data/a", str(tmp_path / "typo" / "a")]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         f"there is no folder {tmp_path / 'typo'}",
         f"try: mkdir -p {tmp_path / 'typo'}",
@@ -280,7 +299,7 @@ def test_lines_to_paste_are_quoted(
     line: list[str], step: str, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(line) == 1
+    assert main(line) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"try: {step}"
 
 
@@ -308,7 +327,7 @@ def test_the_sdk_refuses_the_same() -> None:
 def test_a_wrong_option_of_the_network_is_three_lines_for_the_shell(
     line: list[str], why: str, step: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(line) == 1
+    assert main(line) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert why in lines[1]
@@ -348,7 +367,7 @@ def test_an_expiry_too_long_is_told_with_a_line_for_the_shell(
     _port(
         monkeypatch, public=False, problem=InvalidRequest("cannot publish", "too long", hint='for example expires="1h"')
     )
-    assert main(["ports", "box", "3000", "--expires", "8d"]) == 1
+    assert main(["ports", "box", "3000", "--expires", "8d"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "try: cpuos ports box 3000 --expires 12h"
 
 
@@ -376,3 +395,27 @@ def test_a_slash_in_a_name_is_no_route(capsys: pytest.CaptureFixture[str], monke
         "cannot find sandbox 'box/x'",
         "no id and no name has a slash",
     ]
+
+
+@pytest.mark.usefixtures("away")
+@pytest.mark.parametrize(
+    ("line", "why", "step"),
+    [
+        (
+            ["profile", "run", "python-dta", "--script", "a b.py"],
+            "python-data",
+            "profile run python-data --script 'a b.py'",
+        ),
+        (["create", "--alow", "a.example"], "--allow is near", "create --allow a.example"),
+        (["exec", "--timout", "3s", "box", "ls"], "--timeout is near", "exec --timeout 3s box ls"),
+        (["kill", "--sgnal", "TERM", "box"], "--signal is near", "kill --help"),
+        (["template", "buidl"], "no such command 'buidl'", "template build --help"),
+    ],
+)
+def test_what_is_mistyped_hints_the_nearest(
+    line: list[str], why: str, step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line) == 2
+    told = capsys.readouterr().err
+    assert why in told
+    assert told.splitlines()[-1] == f"try: cpuos {step}"

@@ -126,7 +126,7 @@ def test_a_missing_module_names_the_way_to_a_template(ended: Any, capsys: pytest
 
 def test_another_folder_is_a_whole_command(ended: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ended(InvalidRequest("cannot write evidence to: keep", "it has other files", hint="--out keep-2"))
-    assert main([*LINE, "--out", "keep", "--allow-emulated"]) == 125
+    assert main([*LINE, "--out", "keep", "--allow-emulated"]) == 2
     again = shlex.split(capsys.readouterr().err.splitlines()[-1].removeprefix("try: cpuos "))
     called = ended(evidence_of("exited"))
     assert main(again) == 0
@@ -150,7 +150,7 @@ def test_a_wrong_input_is_told_with_a_line_to_paste(
     for name in ("a b.csv", "sub/a b.csv", "script.py"):
         (tmp_path / name).write_text("")
     options = [word for path in inputs for word in ("--input", path)]
-    assert main(["profile", "run", "python-data", "--script", "script.py", *options]) == 125
+    assert main(["profile", "run", "python-data", "--script", "script.py", *options]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert why in lines[1]
     program, *words = shlex.split(lines[2].removeprefix("try: "))

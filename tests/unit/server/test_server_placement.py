@@ -104,8 +104,8 @@ class _Node:
             "runtime_unavailable",
             "'emulated'",
         ),
-        (demand(memory_mib=9000), "capacity_exceeded", "9000 MiB memory asked, 8192 MiB memory free"),
-        (demand(disk_mib=1 << 17), "capacity_exceeded", "131072 MiB disk asked, 65536 MiB disk free"),
+        (demand(memory_mib=9000), "capacity_exceeded", "memory: 9000 MiB asked, 8192 MiB free (0 MiB promised,"),
+        (demand(disk_mib=1 << 17), "capacity_exceeded", "disk: 131072 MiB asked, 65536 MiB free"),
     ],
 )
 def test_what_cannot_be_placed_is_named(asked: Demand, code: str, text: str) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from cpuos import services
+from cpuos.cli.installation import name_place
 from cpuos.cli.main import main
-from cpuos.errors import Conflict
+from cpuos.errors import AuthenticationError, Conflict
 from cpuos.services import ownership, removal
 from cpuos.services.control import Stopped, down, up
 from cpuos.services.ownership import claim_run_dir, other_owner, require_free_ports
@@ -251,8 +252,57 @@ def test_uninstall_tells_what_stays(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(services, "uninstall", lambda *, purge: done)
     assert main(["uninstall", "--purge"]) == 0
     shown = capsys.readouterr()
-    assert shown.out == "/run/x\n"
-    assert shown.err == "stays: the users\nanother made them\ntry: userdel x\n"
+    assert shown.out == "removed /run/x\n"
+    assert shown.err.splitlines() == [
+        *("left: the users", "another made them", "try: userdel x"),
+        "left are: the users; the reasons stand above",
+    ]
     done.left.append(folder_stays)
     assert main(["uninstall", "--purge", "--json"]) == 1
     assert [left["what"] for left in json.loads(capsys.readouterr().out)["left"]] == ["the users", "/data"]
+    for options, removed, last in (
+        (["--purge"], ["/run/x"], "nothing of it is left"),
+        (["--purge"], [], "nothing of it was here"),
+        ([], ["/run/x"], "the data directory and `cpuos` are left; to remove them too: cpuos uninstall --purge"),
+    ):
+        done.left.clear()
+        done.removed[:] = removed
+        assert main(["uninstall", *options]) == 0
+        assert capsys.readouterr().err == f"{last}\n"
+
+
+def test_status_tells_whose_parts_it_shows(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = installation(machine, "first"), installation(machine, "second")
+    make_alive(first)
+    monkeypatch.setenv("HOME", str(machine))
+    monkeypatch.setenv("CPUOS_API_KEY", "cpk_x")
+    monkeypatch.setenv("CPUOS_API_URL", "http://127.0.0.1:9")
+    for settings in (first, second):
+        for name, value in settings.environment().items():
+            monkeypatch.setenv(name, value)
+        assert main(["status"]) == 1
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[0] == f"installation  {settings.data_dir}, runs from {machine / 'run'}"
+        assert ("not running" in shown[1]) == (settings is second)
+        assert "client        http://127.0.0.1:9 by CPUOS_API_URL, key in CPUOS_API_KEY" in shown
+        assert any(str(first.log_dir / "node.log") in line for line in shown), "the logs are of those that are shown"
+    assert f"try: CPUOS_STATE_DIR={first.state_dir} cpuos status" in shown[2]
+    assert main(["status", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["other"] == str(first.state_dir)
+
+
+def test_a_wrong_key_and_a_silent_server_name_who_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "credentials.json"
+    place.write_text(json.dumps({"api_url": "http://127.0.0.1:9", "api_key": "cpk_x"}))
+    monkeypatch.setenv("CPUOS_RUN_DIR", str(tmp_path))
+    for name in ("CPUOS_API_KEY", "CPUOS_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["ls"]) == 1
+    assert capsys.readouterr().err.splitlines()[1].endswith(f"; asked was http://127.0.0.1:9, by {place}")
+    error = AuthenticationError("cannot use the key", "it is not known")
+    name_place(error)
+    assert error.why == f"it is not known; asked was http://127.0.0.1:9, by {place} with the key in {place}"

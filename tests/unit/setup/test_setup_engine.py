@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from cpuos.errors import CpuosError, SetupRequired, Unavailable
-from cpuos.live import duration_text
+from cpuos.live import duration_text, size_text
 from cpuos.settings import Settings, load_settings
 from cpuos.setup.engine import Step, set_up
 from cpuos.setup.host import RETRY_DELAYS_S, CommandError, Host
-from cpuos.setup.progress import LiveProgress, PlainProgress, QuietProgress, size_text
+from cpuos.setup.progress import LiveProgress, PlainProgress, QuietProgress
 from cpuos.setup.source import command_lines
 from cpuos.testing.waiting import wait_until
 

@@ -45,6 +45,7 @@ async def get_capacity(plane: Plane) -> Capacity:
         return Amount(
             total=sum(getattr(view.total, name) for view in known),
             reserved=sum(getattr(view.reserved, name) for view in known),
+            machine=sum(getattr(view.machine, name) for view in known),
         )
 
     return Capacity(**{name: amount(name) for name in ("sandboxes", "cpu", "memory_mib", "disk_mib")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from cpuos.errors import Conflict, NotFound
 from cpuos.scheduler.base import Scheduler
 from cpuos.server.db import templates as records
 from cpuos.server.db.database import Database
+from cpuos.types.near import near_details
 from cpuos.types.node import TemplateFacts
 from cpuos.types.template import BUILT_IMAGE_PATTERN, TemplateInfo
 
@@ -62,7 +64,7 @@ class TemplateNames:
         for facts in self.installed():
             if facts.name == name:
                 return TemplateInfo(name=name, digest=facts.digest, size_bytes=facts.size_bytes, built=False)
-        raise _not_found(name)
+        raise _not_found(name, [facts.name for facts in await self.list(workspace)])
 
     async def list(self, workspace: str) -> list[TemplateFacts]:
         """Installed ones and the workspace's own."""
@@ -111,10 +113,13 @@ def _facts(row: Row[Any]) -> TemplateFacts:
     return TemplateFacts(name=row.name, digest=manifest.digest, size_bytes=manifest.size_bytes, built=True)
 
 
-def _not_found(name: str) -> NotFound:
+def _not_found(name: str, known: Sequence[str] = ()) -> NotFound:
+    near = near_details(name, known)
     return NotFound(
         f"cannot find template: {name!r}",
-        "this workspace has none of that name, nor has the installation",
+        "this workspace has none of that name, nor has the installation"
+        + (f"; {near['near']!r} is near" if near else ""),
         code="template_not_found",
-        hint="cpuos template ls",
+        hint=f"cpuos template inspect {near['near']}" if near else "cpuos template ls",
+        details=near,
     )
