@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import percentile
+from benchmarks.spent import Spent, sandboxes_pss_mib
 from cpuos import Sandbox
 from cpuos.client import Client
 from cpuos.testing.instance import Instance
+from cpuos.testing.memory import resident_mib
 
 __all__ = ["idle", "known", "main"]
 
@@ -29,7 +31,9 @@ _AT_ONCE = 8
 _EXECS = 100
 _CALLED = 30
 _SHARE_PAUSED = 0.95
-_GROUPS = Path("/sys/fs/cgroup")
+_SETTLE_S = 5.0
+_WATCHED_S = 20.0
+"""So long nobody asks for anything, and what is spent is looked at."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,9 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("it starts real sandboxes and needs root")
     measure: Callable[[Instance, int], dict[str, Any]] = idle if chosen.what == "idle" else known
     number = chosen.number or (200 if chosen.what == "idle" else 1000)
+    before = os.getloadavg()[0]
     with _instance(number) as instance:
-        told = measure(instance, number)
-    print(json.dumps({"what": chosen.what, "number": number, "load": round(os.getloadavg()[0], 1), **told}, indent=2))
+        try:
+            told = measure(instance, number)
+        except Exception:
+            print(instance.logs(), file=sys.stderr)
+            raise
+    load = {"before": round(before, 1), "after": round(os.getloadavg()[0], 1)}
+    print(json.dumps({"what": chosen.what, "number": number, "load": load, **told}, indent=2))
     return 0
 
 
@@ -65,23 +75,29 @@ def idle(instance: Instance, number: int) -> dict[str, Any]:
     client = instance.client()
     with Sandbox.create("python", client=client, **_SHAPE) as alone:
         calm = _execs(lambda: alone, _EXECS)
-        free_before = _available_mib()
-        since = time.perf_counter()
+        free_before, own_before = _available_mib(), _own_mib(instance)
+        begun, since = Spent.until_now(instance), time.perf_counter()
         made = _create(client, number, template="python")
         took_s = time.perf_counter() - since
+        making = Spent.until_now(instance).since(begun)
+        resting = _at_rest(instance)
         crowded = _execs(lambda: random.choice(made), _EXECS)
-        pss = _pss_mib(instance)
-        taken = free_before - _available_mib()
+        pss = sandboxes_pss_mib(instance)
+        taken, own = free_before - _available_mib(), _own_mib(instance)
         listed = _times(lambda: Sandbox.list(client=client), 10)
         _kill(made)
     return {
         "there_s": round(took_s, 1),
         "a_sandbox_s": round(took_s / number, 3),
+        "making_cpu_ms_a_sandbox": making.shown(per=number),
+        "idle_percent_of_a_cpu": resting,
         "exec_p95_ms": {"alone": _ms(percentile(calm, 0.95)), "among_them": _ms(percentile(crowded, 0.95))},
         "exec_p50_ms": {"alone": _ms(statistics.median(calm)), "among_them": _ms(statistics.median(crowded))},
         "p95_ratio": round(percentile(crowded, 0.95) / percentile(calm, 0.95), 2),
         "pss_mib": {"a_sandbox": round(pss / (number + 1), 1), "all": round(pss)},
         "memory_taken_mib": {"a_sandbox": round(taken / number, 1), "all": taken},
+        "daemons_mib": {part: [round(own_before[part]), round(mib)] for part, mib in own.items()},
+        "daemons_mib_when_they_are_gone": {part: round(mib) for part, mib in _own_mib(instance).items()},
         "list_p50_ms": _ms(statistics.median(listed)),
     }
 
@@ -99,22 +115,35 @@ def known(instance: Instance, number: int) -> dict[str, Any]:
         paused += batch
     running = _create(client, number - paused_count, template="base")
     made_s = time.perf_counter() - since
-    taken = _pss_mib(instance)
+    taken = sandboxes_pss_mib(instance)
+    resting = _at_rest(instance)
     called = []
     for sandbox in random.sample(paused, min(_CALLED, paused_count)):
         called += _times(lambda one=sandbox: one.exec(["true"], check=True), 1)
         sandbox.pause()
     listed = _times(lambda: Sandbox.list(client=client), 10)
     disk = sum(path.lstat().st_blocks * 512 for path in instance.settings.node_state_dir.rglob("*") if path.is_file())
+    own = _own_mib(instance)
     _kill([*running, *paused])
     return {
         "made_and_paused_s": round(made_s, 1),
         "called_p50_ms": _ms(statistics.median(called)),
         "called_p95_ms": _ms(percentile(called, 0.95)),
         "list_p50_ms": _ms(statistics.median(listed)),
+        "idle_percent_of_a_cpu": resting,
         "pss_mib": {"all": round(taken), "running": number - paused_count},
+        "daemons_mib": {part: round(mib) for part, mib in own.items()},
         "disk_mib": {"all": disk >> 20, "a_sandbox": round((disk >> 20) / number, 1)},
     }
+
+
+def _at_rest(instance: Instance) -> dict[str, float]:
+    """What is spent while nobody asks for anything, in percent of one processor."""
+    time.sleep(_SETTLE_S)
+    before, since = Spent.until_now(instance), time.perf_counter()
+    time.sleep(_WATCHED_S)
+    spent = Spent.until_now(instance).since(before)
+    return spent.shown(per=10 * (time.perf_counter() - since))
 
 
 def _create(client: Client, number: int, *, template: str) -> list[Sandbox]:
@@ -141,20 +170,9 @@ def _times(work: Callable[[], object], count: int) -> list[float]:
     return times
 
 
-def _pss_mib(instance: Instance) -> float:
-    """Of all processes of all sandboxes; what they share counts once."""
-    groups = _GROUPS / "memory" / f"cpuos-{instance.settings.instance_id}"
-    if not groups.exists():
-        groups = _GROUPS / f"cpuos-{instance.settings.instance_id}"
-    total = 0
-    for listed in groups.glob("*/cgroup.procs"):
-        for pid in listed.read_text().split():
-            try:
-                rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            except OSError:
-                continue
-            total += next((int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")), 0)
-    return total / 1024
+def _own_mib(instance: Instance) -> dict[str, float]:
+    """Memory of each daemon that is its own."""
+    return {part: resident_mib(pid) for part, pid in instance.pids().items()}
 
 
 def _available_mib() -> int:

@@ -68,3 +68,14 @@ def test_exception_history_words_stay_out_of_comments() -> None:
         if words.search(line)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_waits_by_select() -> None:
+    """A daemon with many sandboxes has descriptors that select() does not take. The command line has few."""
+    calls = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in _tracked("src/cpuos/*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "select.select(" in line and "cli" not in path.parts
+    ]
+    assert not calls, "\n".join(calls)

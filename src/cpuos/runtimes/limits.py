@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpuos.runtimes.descriptors import move_up
+
 __all__ = ["ControlGroups", "MemoryGauge"]
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -257,9 +259,9 @@ class MemoryGauge:
 
     def __init__(self, group: Path, *, names: _Names) -> None:
         self._names = names
-        self._usage = os.open(group / names.memory, os.O_RDONLY | os.O_CLOEXEC)
+        self._usage = move_up(os.open(group / names.memory, os.O_RDONLY | os.O_CLOEXEC))
         try:
-            self._stat = os.open(group / "memory.stat", os.O_RDONLY | os.O_CLOEXEC)
+            self._stat = move_up(os.open(group / "memory.stat", os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             os.close(self._usage)
             raise

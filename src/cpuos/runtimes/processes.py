@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from cpuos.runtimes.base import Process
+from cpuos.runtimes.descriptors import move_up
 
 __all__ = ["find_process", "open_process", "unnamed_bytes"]
 
@@ -32,7 +33,7 @@ def open_process(process: Process) -> int | None:
     except ProcessLookupError:
         return None
     if find_process(process.pid) == process:
-        return pidfd
+        return move_up(pidfd)
     os.close(pidfd)
     return None
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 from types import TracebackType
 
+from cpuos.runtimes.descriptors import move_up
+
 __all__ = ["ConntrackSocket", "Flow", "flow_key", "read_flows"]
 
 _NETLINK_NETFILTER = 12  # linux/netlink.h
@@ -61,7 +63,8 @@ class ConntrackSocket:
 
     def __init__(self) -> None:
         kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-        self._socket = socket.socket(socket.AF_NETLINK, kind, _NETLINK_NETFILTER)
+        made = socket.socket(socket.AF_NETLINK, kind, _NETLINK_NETFILTER)
+        self._socket = socket.socket(made.family, made.type, made.proto, fileno=move_up(made.detach()))
         self._number = 0
 
     def __enter__(self) -> ConntrackSocket:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from cpuos.errors import PlatformError, SetupRequired
+from cpuos.runtimes.descriptors import SELECT_LIMIT
 
 __all__ = ["NftContext"]
 
 _LIBRARY = "libnftables.so.1"
 _OUTPUT_JSON = 1 << 4  # nftables/libnftables.h
 _MAX_WORDS = 600
+# Numbers that other threads may take between the check and the library's own socket.
+_SPARE_NUMBERS = 64
 # The library keeps tables of its own that no lock of it guards: one script at a time in this process.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -28,6 +32,7 @@ class NftContext:
     def __init__(self) -> None:
         self._library = _load()
         with _ONE_AT_A_TIME:
+            _require_low_number()
             self._context = self._library.nft_ctx_new(0)
             if not self._context:
                 raise PlatformError("cannot open a context of nftables", "out of memory")
@@ -59,9 +64,28 @@ class NftContext:
             # Reading empties the buffers, so both are read each time.
             output = _text(self._library.nft_ctx_get_output_buffer, self._context)
             words = _text(self._library.nft_ctx_get_error_buffer, self._context)
+            self._drop_cache()
         if code != 0:
             raise PlatformError("cannot apply nft rules", words.strip()[:_MAX_WORDS] or "nftables did not say why")
         return output
+
+    def _drop_cache(self) -> None:
+        """What it has read of the rules is of no use any more, and is a megabyte and more for each context."""
+        self._library.nft_ctx_set_dry_run(self._context, True)  # it keeps nothing of a dry run
+        self._library.nft_run_cmd_from_buffer(self._context, b"")
+        self._library.nft_ctx_set_dry_run(self._context, False)
+
+
+def _require_low_number() -> None:
+    """The library's socket gets the lowest number that is free, and has to lie below `SELECT_LIMIT`."""
+    free = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(free)
+    if free >= SELECT_LIMIT - _SPARE_NUMBERS:
+        raise PlatformError(
+            "cannot open a context of nftables",
+            f"this process has {free} descriptors, and the library takes none from {SELECT_LIMIT} on",
+            hint="lower max_sandboxes",
+        )
 
 
 def _load() -> ctypes.CDLL:
@@ -76,6 +100,8 @@ def _load() -> ctypes.CDLL:
     library.nft_ctx_free.restype = None
     library.nft_ctx_output_set_flags.argtypes = [ctypes.c_void_p, ctypes.c_uint]
     library.nft_ctx_output_set_flags.restype = None
+    library.nft_ctx_set_dry_run.argtypes = [ctypes.c_void_p, ctypes.c_bool]
+    library.nft_ctx_set_dry_run.restype = None
     library.nft_run_cmd_from_buffer.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     for name in ("nft_ctx_free", "nft_ctx_buffer_output", "nft_ctx_buffer_error"):
         getattr(library, name).argtypes = [ctypes.c_void_p]

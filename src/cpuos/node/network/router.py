@@ -22,6 +22,7 @@ from cpuos.node.network.policy_rules import NamedAddress, learn_rules, name_set_
 from cpuos.node.network.rules import GUEST_FLOW, PEEK_FLOW, PEEK_SOCKET_MARK, TABLE, base_stamp, host_rules
 from cpuos.node.network.surroundings import Surroundings
 from cpuos.runtimes.base import ROUTER_ADDRESS
+from cpuos.runtimes.descriptors import move_up
 from cpuos.types.blocked import Exemption, blocked_reason
 
 __all__ = ["Counters", "NamesOf", "Router"]
@@ -74,7 +75,7 @@ class Router:
     def open(cls, namespace: Path, *, exemptions: Collection[Exemption] = (), named_addresses: int = 8192) -> Router:
         """`namespace` is a router with its base rules, of this daemon or an earlier one: what holds there goes on."""
         router = cls(exemptions=exemptions, named_addresses=named_addresses)
-        router._namespace = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        router._namespace = move_up(os.open(namespace, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
         try:
             router._inside(router._open)
         except BaseException:

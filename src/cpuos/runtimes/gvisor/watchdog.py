@@ -120,72 +120,119 @@ class VictimWorker:
             self._process = None
 
 
+@dataclass(kw_only=True)
+class _Watched:
+    sandbox_id: str
+    gauge: MemoryGauge
+    limit_bytes: int
+    control: ControlSocket
+    due: float = 0.0
+    """The loop's time at which it may have come to the threshold."""
+    relief: asyncio.Task[None] | None = None
+    """It is above the threshold, and is being brought below."""
+
+    @property
+    def threshold(self) -> int:
+        return int(self.limit_bytes * _THRESHOLD)
+
+
 class MemoryWatchdog:
-    """One task for each sandbox that is watched."""
+    """One task looks at all that are watched: a task for each would cost many times the look itself."""
 
     def __init__(self, groups: ControlGroups, *, worker: VictimWorker, on_kill: Callable[[OomKill], None]) -> None:
         self._groups = groups
         self._worker = worker
         self._on_kill = on_kill
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._looking: asyncio.Task[None] | None = None
 
     def watch(self, sandbox_id: str, *, limit_bytes: int, control: ControlSocket) -> None:
         gauge = self._groups.gauge(sandbox_id)
-        task = asyncio.create_task(self._watch(sandbox_id, gauge, limit_bytes=limit_bytes, control=control))
-        self._tasks[sandbox_id] = task
+        self._watched[sandbox_id] = _Watched(
+            sandbox_id=sandbox_id, gauge=gauge, limit_bytes=limit_bytes, control=control
+        )
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look_for_ever(), name="cpuos-memory-watchdog")
 
     async def unwatch(self, sandbox_id: str) -> None:
         """Not watched is fine."""
-        task = self._tasks.pop(sandbox_id, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        watched = self._watched.get(sandbox_id)
+        if watched is None:
+            return
+        self._leave(watched)
+        if watched.relief is not None:
+            watched.relief.cancel()
+            await asyncio.wait([watched.relief])
 
     async def close(self) -> None:
-        for sandbox_id in list(self._tasks):
+        for sandbox_id in list(self._watched):
             await self.unwatch(sandbox_id)
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
 
-    async def _watch(self, sandbox_id: str, gauge: MemoryGauge, *, limit_bytes: int, control: ControlSocket) -> None:
-        threshold = int(limit_bytes * _THRESHOLD)
+    async def _look_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._watched:
+            now = loop.time()
+            for watched in [one for one in self._watched.values() if one.relief is None and one.due < now + _POLL_S]:
+                self._look(watched, now=now)
+            await asyncio.sleep(_POLL_S)
+
+    def _look(self, watched: _Watched, *, now: float) -> None:
+        try:
+            used = watched.gauge.read(above=watched.threshold)
+        except OSError:
+            self._leave(watched)  # the group went with its sandbox
+        except Exception:
+            log.exception("memory watchdog failed", sandbox=watched.sandbox_id)
+            self._leave(watched)
+        else:
+            if used > watched.threshold:
+                watched.relief = asyncio.create_task(self._bring_below(watched))
+            else:
+                watched.due = now + min(_SLOW_POLL_S, (watched.threshold - used) / _FILL_BYTES_PER_S)
+
+    def _leave(self, watched: _Watched) -> None:
+        if self._watched.get(watched.sandbox_id) is watched:
+            del self._watched[watched.sandbox_id]
+            watched.gauge.close()
+
+    async def _bring_below(self, watched: _Watched) -> None:
         unanswered = 0
         try:
-            while True:
-                used = gauge.read(above=threshold)
-                if used <= threshold:
-                    unanswered = 0
-                    await asyncio.sleep(min(_SLOW_POLL_S, max(_POLL_S, (threshold - used) / _FILL_BYTES_PER_S)))
-                    continue
-                if await self._relieve(sandbox_id, gauge, threshold=threshold, control=control):
-                    unanswered = 0
-                else:
-                    unanswered += 1
-                if unanswered >= _TRIES or (unanswered and gauge.read() > limit_bytes * _LAST_RESORT):
-                    await self._kill_all(sandbox_id)
+            while watched.gauge.read(above=watched.threshold) > watched.threshold:
+                unanswered = 0 if await self._relieve(watched) else unanswered + 1
+                full = watched.limit_bytes * _LAST_RESORT
+                if unanswered >= _TRIES or (unanswered and watched.gauge.read() > full):
+                    await self._kill_all(watched.sandbox_id)
+                    self._leave(watched)
                     return
                 await asyncio.sleep(_POLL_S)
+            watched.relief, watched.due = None, 0.0
         except OSError:
-            pass  # the group went with its sandbox
+            self._leave(watched)
         except Exception:
-            log.exception("memory watchdog failed", sandbox=sandbox_id)
-        finally:
-            gauge.close()
+            log.exception("memory watchdog failed", sandbox=watched.sandbox_id)
+            self._leave(watched)
 
-    async def _relieve(self, sandbox_id: str, gauge: MemoryGauge, *, threshold: int, control: ControlSocket) -> bool:
+    async def _relieve(self, watched: _Watched) -> bool:
         """Kill the biggest process and wait for its memory; False when the sandbox gave no valid answer."""
+        sandbox_id, gauge = watched.sandbox_id, watched.gauge
         try:
-            line = await self._worker.choose(control.connect())
+            line = await self._worker.choose(watched.control.connect())
             if line is None:
                 return False
             if not line:
                 return True  # the memory is not a process's; the host's limit is what is left
             self._on_kill(OomKill(sandbox_id=sandbox_id, pids=line, at=time.time()))
-            await control.kill(line[0])
+            await watched.control.kill(line[0])
         except UrpcFailure as problem:
             log.warning("no answer under memory pressure", sandbox=sandbox_id, why=problem.why)
             return False
         log.warning("guest process killed: out of memory", sandbox=sandbox_id, pid=line[0])
         deadline = time.monotonic() + _RELIEF_S
-        while gauge.read(above=threshold) > threshold and time.monotonic() < deadline:  # noqa: ASYNC110 (a file)
+        while gauge.read(above=watched.threshold) > watched.threshold and time.monotonic() < deadline:  # noqa: ASYNC110 (a file)
             await asyncio.sleep(_POLL_S)
         return True
 

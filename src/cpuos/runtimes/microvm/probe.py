@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import secrets
-import select
 import shutil
 import signal
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from cpuos.errors import CpuosError, SetupRequired
 from cpuos.runtimes.base import DeviceRates, Probe
+from cpuos.runtimes.descriptors import is_readable
 from cpuos.runtimes.microvm.firecracker import Firecracker
 from cpuos.runtimes.microvm.image import GuestImage, find_image
 from cpuos.runtimes.microvm.launch import CONTROL, Launch, user_for
@@ -226,7 +226,7 @@ def _read_until(output: int, *, answer: bytes, limit_s: float) -> tuple[bytes, b
     said, deadline = b"", time.monotonic() + limit_s
     while answer not in said and len(said) < _MAX_SAID:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([output], [], [], left)[0]:
+        if left <= 0 or not is_readable(output, limit_s=left):
             break
         piece = os.read(output, 65536)
         if not piece:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
+
+from cpuos.runtimes.descriptors import is_readable
 
 __all__ = ["Qmp", "go_on", "load_state", "save_state", "standing_still"]
 
@@ -159,7 +160,7 @@ def _take(read: int, target: int, *, limit_bytes: int, deadline: float) -> None:
     """Everything up to its end, which must come in time and below the limit."""
     taken = 0
     while True:
-        if not select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not is_readable(read, limit_s=deadline - time.monotonic()):
             raise OSError("it did not end its state in time")
         piece = os.read(read, _PIECE)
         if not piece:
