@@ -15,7 +15,7 @@ from cpuos.errors import AgentFailure
 __all__ = ["TarEntry", "TarKind", "read_tar"]
 
 BLOCK = 512
-# Longest path of Linux with room for the other records of an extended header.
+# Of one entry, in however many headers: the longest path of Linux with room for other records.
 MAX_EXTENDED = 64 << 10
 
 
@@ -70,6 +70,7 @@ def read_tar(chunks: Iterator[bytes]) -> Iterator[tuple[TarEntry, Iterator[memor
     """Entries with their content, which is skipped where it was not read."""
     source = _Source(chunks)
     extended: dict[bytes, bytes] = {}
+    taken = 0
     while True:
         header = source.exactly(BLOCK)
         if header == bytes(BLOCK):
@@ -77,8 +78,9 @@ def read_tar(chunks: Iterator[bytes]) -> Iterator[tuple[TarEntry, Iterator[memor
             return
         entry, flag = _parse_header(header)
         if flag in (b"x", b"g", b"L", b"K"):
-            if entry.size > MAX_EXTENDED:
-                raise _invalid(f"an extended header of {entry.size} bytes")
+            taken += BLOCK + entry.size
+            if taken > MAX_EXTENDED:
+                raise _invalid(f"extended headers of over {MAX_EXTENDED} bytes for one entry")
             data = source.exactly(entry.size)
             source.exactly(-entry.size % BLOCK)
             if flag == b"x":
@@ -89,7 +91,7 @@ def read_tar(chunks: Iterator[bytes]) -> Iterator[tuple[TarEntry, Iterator[memor
                 extended[b"linkpath"] = data.rstrip(b"\0")
             continue
         entry = _extend(entry, extended)
-        extended = {}
+        extended, taken = {}, 0
         content = source.pieces(entry.size)
         yield entry, content
         for _ in content:

@@ -21,6 +21,10 @@ from cpuos.errors import CpuosError, FileConflict, FileProblem, LimitReached, Pe
 
 __all__ = ["Skipped", "TransferReport", "UnpackRules", "local_error", "save_file", "unpack_tree"]
 
+MAX_ENTRIES = 1_000_000
+MAX_DEPTH = 256
+"""Folders in folders. Removing what was staged holds a handle for each."""
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -48,6 +52,7 @@ class UnpackRules:
     portable_names: bool = True
     """Refuse names that are one on systems which ignore case or compose characters."""
     max_bytes: int = 64 << 30
+    max_entries: int = MAX_ENTRIES
 
 
 @dataclass
@@ -61,7 +66,7 @@ class _Count:
         return TransferReport(files=self.files, folders=self.folders, bytes=self.bytes, skipped=tuple(self.skipped))
 
 
-def save_file(chunks: Iterator[bytes], target: Path, *, mode: int) -> TransferReport:
+def save_file(chunks: Iterator[bytes], target: Path, *, mode: int, max_bytes: int) -> TransferReport:
     """One file, whole or not at all; an existing file is replaced, a link or folder at that name is refused."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +75,7 @@ def save_file(chunks: Iterator[bytes], target: Path, *, mode: int) -> TransferRe
             _check_replaceable(folder, os.fsencode(target.name), os.fspath(target))
             staged = f".cpuos-{secrets.token_hex(8)}.part"
             try:
-                size = _write_file(folder, staged, chunks, mode=mode)
+                size = _write_file(folder, staged, _up_to(chunks, max_bytes), mode=mode)
                 os.rename(staged, target.name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 _remove_quietly(folder, staged)
@@ -115,21 +120,31 @@ def unpack_tree(chunks: Iterator[bytes], target: Path, rules: UnpackRules) -> Tr
     return count.report()
 
 
+_Names = dict[str, tuple[bytes, "_Names"]]
+"""By the name as others read it: the name as it came, and those in it."""
+
+
 class _Unpacker:
-    """Writes entries below a folder that nobody else knows of."""
+    """Writes entries below a folder that nobody else knows of.
+
+    What is kept of names is bounded by their number, whatever kinds of entries they are of.
+    """
 
     def __init__(self, root: int, rules: UnpackRules) -> None:
         self._root = root
         self._rules = rules
         self._count = _Count()
-        self._spelled: dict[tuple[str, ...], tuple[bytes, ...]] = {}
+        self._names: _Names = {}
+        self._known = self._made = 0
+        """Names in the above, and folders that no entry is of."""
         self._links: list[tuple[tuple[bytes, ...], bytes]] = []
         # The folder of the last entry stays open: entries come folder by folder.
         self._parent: tuple[tuple[bytes, ...], int] | None = None
 
     def unpack(self, chunks: Iterator[bytes]) -> _Count:
         try:
-            for entry, content in read_tar(chunks):
+            for number, (entry, content) in enumerate(read_tar(chunks), 1):
+                self._check_number(number)
                 parts = _safe_parts(entry.name)
                 if parts:
                     self._check_spelling(parts)
@@ -180,16 +195,27 @@ class _Unpacker:
     def _check_spelling(self, parts: tuple[bytes, ...]) -> None:
         if not self._rules.portable_names:
             return
-        folded: tuple[str, ...] = ()
+        level = self._names
         for end, part in enumerate(parts, 1):
-            folded = (*folded, _fold(part))
-            known = self._spelled.setdefault(folded, parts[:end])
-            if known != parts[:end]:
+            folded = _fold(part)
+            if folded not in level:
+                level[folded] = (part, {})
+                self._known += 1
+                self._check_number(self._known)
+            known, level = level[folded]
+            if known != part:
                 raise _unsafe(
                     _shown(parts[:end]),
-                    f"where case or accents do not count it is the same name as {_shown(known)!r}",
+                    f"where case or accents do not count it is the same name as {_shown((*parts[: end - 1], known))!r}",
                     hint="download(…, portable_names=False)",
                 )
+
+    def _check_number(self, number: int) -> None:
+        if number > self._rules.max_entries:
+            raise LimitReached(
+                f"cannot download the folder: it holds over {self._rules.max_entries} files and folders",
+                hint="tar -cf /workspace/folder.tar PATH in the sandbox, and download that",
+            )
 
     def _folder(self, parts: tuple[bytes, ...]) -> int:
         if self._parent and self._parent[0] == parts:
@@ -200,6 +226,8 @@ class _Unpacker:
                 try:
                     inner = os.open(part, _DIRECTORY, dir_fd=opened)
                 except FileNotFoundError:
+                    self._made += 1
+                    self._check_number(self._made)
                     os.mkdir(part, 0o755, dir_fd=opened)
                     inner = os.open(part, _DIRECTORY, dir_fd=opened)
                 except (NotADirectoryError, OSError) as error:
@@ -247,6 +275,18 @@ def _write_file(
     finally:
         os.close(descriptor)
     return size
+
+
+def _up_to(chunks: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
+    """What the sandbox says of a file's size is its word."""
+    left = max_bytes
+    for chunk in chunks:
+        left -= len(chunk)
+        if left < 0:
+            raise LimitReached(
+                f"cannot download the file: it is over {max_bytes} bytes", hint="download(…, max_size='100GiB')"
+            )
+        yield chunk
 
 
 def _check_merge(source: int, target: int, prefix: bytes) -> None:
@@ -314,6 +354,8 @@ def _safe_parts(name: bytes) -> tuple[bytes, ...]:
     if name.startswith(b"/"):
         raise _unsafe(os.fsdecode(name), "it is an absolute path")
     parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
+    if len(parts) > MAX_DEPTH:
+        raise _unsafe(f"{_shown(parts[:3])}/…", f"it lies over {MAX_DEPTH} folders deep")
     if b".." in parts or b"\0" in name:
         raise _unsafe(os.fsdecode(name), "it would leave the target folder")
     return parts

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import tarfile
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from cpuos.client._http import TransportFailure
 from cpuos.client._pack import Packer
 from cpuos.client._tar import read_tar
-from cpuos.client._tree import UnpackRules, unpack_tree
+from cpuos.client._tree import UnpackRules, save_file, unpack_tree
 from cpuos.errors import AgentFailure, CpuosError, FileProblem, LimitReached
 
 
@@ -177,6 +179,89 @@ def test_a_target_that_is_a_file_is_an_error(tmp_path: Path) -> None:
 def test_size_is_limited(tmp_path: Path) -> None:
     with pytest.raises(LimitReached):
         unpack(tmp_path / "t", tar_of(file("a", bytes(1000)), file("b", bytes(1000))), max_bytes=1500)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_size_of_one_file_is_limited(tmp_path: Path) -> None:
+    """The sandbox tells how long it is, and may never end."""
+
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield bytes(1000)
+
+    with pytest.raises(LimitReached):
+        save_file(endless(), tmp_path / "t", mode=0o644, max_bytes=100_000)
+    assert list(tmp_path.iterdir()) == []
+    assert save_file(iter([bytes(1000)]), tmp_path / "t", mode=0o644, max_bytes=1000).bytes == 1000
+
+
+def _endless(piece: Callable[[int], bytes]) -> Iterator[bytes]:
+    for number in itertools.count():
+        yield piece(number)
+
+
+def _extended(number: int) -> bytes:
+    value = b"x%d=" % number + b"v" * 8000
+    record = b"%d " % (len(value) + 6) + value + b"\n"
+    info = tarfile.TarInfo("pax")
+    info.type, info.size = tarfile.XHDTYPE, len(record)
+    return info.tobuf() + record + bytes(-len(record) % 512)
+
+
+def _empty(kind: bytes, name: str) -> Callable[[int], bytes]:
+    def piece(number: int) -> bytes:
+        info = tarfile.TarInfo(name.format(number))
+        info.type, info.linkname = kind, "a"
+        return info.tobuf()
+
+    return piece
+
+
+def _deep(number: int) -> bytes:
+    path = b"a/" * 3000 + b"f"
+    record = b"%d path=" % (len(path) + 11) + path + b"\n"
+    info = tarfile.TarInfo("pax")
+    info.type, info.size = tarfile.XHDTYPE, len(record)
+    return info.tobuf() + record + bytes(-len(record) % 512) + tarfile.TarInfo("f").tobuf()
+
+
+@pytest.mark.parametrize("portable", [True, False])
+@pytest.mark.parametrize(
+    ("piece", "code"),
+    [
+        (_extended, "agent_invalid"),
+        (_deep, "unsafe_path"),
+        (_empty(tarfile.XHDTYPE, "x{}"), "agent_invalid"),
+        (_empty(tarfile.REGTYPE, "f{}"), "limit_reached"),
+        (_empty(tarfile.DIRTYPE, "d{}"), "limit_reached"),
+        (_empty(tarfile.DIRTYPE, "same"), "limit_reached"),
+        (_empty(tarfile.SYMTYPE, "l{}"), "limit_reached"),
+        (_empty(tarfile.SYMTYPE, "l{}" + "/a" * 40), "limit_reached"),
+        (_empty(tarfile.REGTYPE, "f{}" + "/a" * 40), "limit_reached"),
+    ],
+    ids=["extended", "deep", "empty-extended", "files", "folders", "same", "links", "deep-links", "deep-files"],
+)
+def test_a_stream_without_end_takes_little_of_this_machine(
+    tmp_path: Path, piece: Callable[[int], bytes], code: str, portable: bool
+) -> None:
+    given = 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal given
+        for chunk in _endless(piece):
+            given += len(chunk)
+            assert given < 4 << 20
+            yield chunk
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(CpuosError) as caught:
+            unpack_tree(counted(), tmp_path / "t", UnpackRules(portable_names=portable, max_entries=1000))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.code == code
+    assert peak < 4 << 20
     assert list(tmp_path.iterdir()) == []
 
 

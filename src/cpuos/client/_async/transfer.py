@@ -71,7 +71,10 @@ async def download(
         # The name is the caller's own word, never the sandbox's.
         target = target / (os.path.basename(remote.rstrip("/")) or "file")
     return await _receive(
-        gateway, f"{gateway.root}/files", query, lambda chunks: save_file(chunks, target, mode=info.mode)
+        gateway,
+        f"{gateway.root}/files",
+        query,
+        lambda chunks: save_file(chunks, target, mode=info.mode, max_bytes=rules.max_bytes),
     )
 
 

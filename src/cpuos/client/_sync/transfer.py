@@ -67,7 +67,12 @@ def download(
     if os.fspath(local).endswith("/") or call_blocking(target.is_dir):
         # The name is the caller's own word, never the sandbox's.
         target = target / (os.path.basename(remote.rstrip("/")) or "file")
-    return _receive(gateway, f"{gateway.root}/files", query, lambda chunks: save_file(chunks, target, mode=info.mode))
+    return _receive(
+        gateway,
+        f"{gateway.root}/files",
+        query,
+        lambda chunks: save_file(chunks, target, mode=info.mode, max_bytes=rules.max_bytes),
+    )
 
 
 def _upload_folder(
