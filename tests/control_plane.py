@@ -39,7 +39,7 @@ from cpuos.types.node import (
     VolumeFacts,
 )
 from cpuos.types.sandbox import Isolation, StartedFrom
-from cpuos.types.storage import NodeStorage, StorageItem
+from cpuos.types.storage import NodeStorage, StorageItem, StorageKind
 
 
 class ManualClock:
@@ -122,7 +122,11 @@ class FakeNode:
 
     async def storage(self) -> NodeStorage:
         volume = VolumeFacts(full=False, total_bytes=1 << 40, free_bytes=1 << 40, ballast_bytes=0)
-        return NodeStorage(node="node-1", volume=volume, reflink=False, items=[])
+        items = [
+            StorageItem(kind=StorageKind.SNAPSHOT, name=one.id, real_bytes=one.size_bytes, apparent_bytes=1 << 30)
+            for one in self.snapshots_kept.values()
+        ]
+        return NodeStorage(node="node-1", volume=volume, reflink=False, items=items)
 
     async def usage(self) -> list[SandboxUsage]:
         self._demand_reachable()

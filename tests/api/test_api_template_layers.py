@@ -24,8 +24,8 @@ def layers_of(server: Server, *, mib: int = 100) -> Layers:
     return Layers(database=plane.database, snapshots=plane.snapshots, clock=plane.clock, workspace_mib=mib)
 
 
-async def active(server: Server, *, workspace: str = "default", parent: str = PARENT) -> Active:
-    sandbox = await server.created()
+async def active(server: Server, *, workspace: str = "default", parent: str = PARENT, **body: Any) -> Active:
+    sandbox = await server.created(**body)
     async with server.plane.database.read() as connection:
         row = await row_of(connection, sandbox["id"])
     build = Build(id="b", name="x", state=BuildState.RUNNING, created_at=server.plane.clock())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cpuos import Sandbox
+from cpuos import CpuosError, Sandbox, Template
 from cpuos.client import Client
 from cpuos.testing.instance import Instance
 from cpuos.types.storage import StorageKind
@@ -69,3 +69,19 @@ def test_prune_takes_what_nobody_needs(instance: Instance, client: Client) -> No
         gone = client.call("POST", "/v1/storage/prune", content=b'{"dry_run": true}')
         assert gone.status == 200
         assert set(kept.iterdir()) == used
+
+
+def test_what_steps_of_builds_have_left_is_told(instance: Instance, client: Client) -> None:
+    """That it goes is tested where nothing else can: a whole prune here would take the downloads of this machine."""
+    recipe: dict[str, Any] = {"run": ["head -c 20M /dev/urandom > /opt/large", "false"], "cpu": 1}
+    with pytest.raises(CpuosError):
+        Template.build("mine", memory="256MiB", disk="128MiB", client=client, **recipe)
+    (layer,) = [item for item in client.storage().nodes[0].items if item.kind is StorageKind.BUILD_LAYER]
+    assert (instance.settings.node_state_dir / "snapshots" / layer.name).is_dir()
+    assert layer.real_bytes >= 20 * MIB
+    assert layer.needed
+    assert "build_layer" in cpuos(instance, "df")
+    assert layer.name not in {item.name for item in client.prune().items}
+    body = b'{"dry_run": true, "layers_unused_s": 0}'
+    gone = json.loads(client.call("POST", "/v1/storage/prune", content=body).body)["items"]
+    assert layer.name in {item["name"] for item in gone}

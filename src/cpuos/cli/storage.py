@@ -47,20 +47,24 @@ def df(
 
 def prune(
     ctx: typer.Context,
+    layers_unused: Annotated[
+        str, typer.Option(metavar="TIME", help="What steps of builds have left goes when it was not used for so long.")
+    ] = "1d",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; else the plan is shown and you are asked.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove what nobody needs.
 
-    That is: images of templates that nothing was begun with, old versions of the runtime, downloads of set-up. The plan
-    is shown first. Sandboxes, snapshots and templates stay.
+    That is: what steps of builds have left and no build has begun with of late, images of templates that nothing was
+    begun with, old versions of the runtime, downloads of set-up. The plan is shown first. Sandboxes, snapshots and
+    templates stay, and what a build at work may begin with.
     """
     from cpuos import Client
 
     output = current_output(ctx)
     with Client() as client:
         with output.working("looking"):
-            planned = client.prune()
+            planned = client.prune(layers_unused=layers_unused)
         if not output.json:
             output.table(("KIND", "NAME", "REAL", "WHY"), [_reason(item) for item in planned.items])
         if not planned.items:
@@ -68,7 +72,7 @@ def prune(
         elif not yes and output.json:
             raise InvalidRequest("cannot ask with --json", "the plan is not confirmed", hint="cpuos prune --yes --json")
         elif yes or typer.confirm(f"Remove these ({_size(planned.freed_bytes)})?", err=True):
-            planned = client.prune(dry_run=False)
+            planned = client.prune(dry_run=False, layers_unused=layers_unused)
             output.progress(f"{len(planned.items)} removed, {_size(planned.freed_bytes)} freed")
     if output.json:
         output.data(planned)

@@ -43,8 +43,10 @@ from cpuos.server.ready import ReadySandboxes
 from cpuos.server.reconciler import Reconciler
 from cpuos.server.recreating import Recreating
 from cpuos.server.relief import Relief
+from cpuos.server.retention import Retention, RetentionRules
 from cpuos.server.settlement import Settlement
 from cpuos.server.snapshots import Snapshots
+from cpuos.server.storage import Stores
 from cpuos.server.tasks import Tasks
 from cpuos.server.templates.builder import Builder
 from cpuos.server.templates.guest import Gate
@@ -101,6 +103,7 @@ class ServerOptions:
     connection_records: int = 50_000
     """Connections recorded of one sandbox; those beyond are counted."""
     connection_retention_s: float = 30 * 86400.0
+    retention: RetentionRules = field(default_factory=RetentionRules)
     network_exceptions: tuple[Exemption, ...] = ()
     """What the operator has opened of what is always blocked."""
     stop_grace_s: float = 2.0
@@ -124,6 +127,7 @@ class ControlPlane:
     templates: TemplateNames
     packs: Packs
     builder: Builder
+    stores: Stores
     reconciler: Reconciler
     guard: Guard
     tasks: Tasks
@@ -299,6 +303,7 @@ async def _wire(
             idle_s=options.pressure_idle_s,
         ),
         settlement=Settlement(database=database, audit=audit, idempotency=idempotency, lifecycle=verbs.lifecycle),
+        retention=Retention(database=database, audit=audit, clock=clock, rules=options.retention),
         tasks=tasks,
         clock=clock,
         record_retention_s=options.record_retention_s,
@@ -319,10 +324,16 @@ async def _wire(
         templates=verbs.templates,
         packs=verbs.packs,
         builder=verbs.builder,
+        stores=_stores(scheduler, verbs, clock),
         reconciler=reconciler,
         guard=_guard(options, database, policy=policy, idempotency=idempotency, **shared),
         tasks=tasks,
     )
+
+
+def _stores(scheduler: Scheduler, verbs: _Verbs, clock: Clock) -> Stores:
+    builder = verbs.builder
+    return Stores(scheduler=scheduler, snapshots=verbs.snapshots, builder=builder, layers=builder.layers, clock=clock)
 
 
 def _usage_alarms(

@@ -9,7 +9,10 @@ from pydantic import Field
 from cpuos.types.base import Answer, Request
 from cpuos.types.node import VolumeFacts
 
-__all__ = ["NodeStorage", "Prune", "Pruned", "Storage", "StorageItem", "StorageKind"]
+__all__ = ["LAYERS_UNUSED_S", "NodeStorage", "Prune", "Pruned", "Storage", "StorageItem", "StorageKind"]
+
+LAYERS_UNUSED_S = 86_400.0
+"""What steps of builds have left is not needed when no build has begun with it for so long."""
 
 
 class StorageKind(StrEnum):
@@ -19,6 +22,8 @@ class StorageKind(StrEnum):
     PACK = "pack"
     KEPT = "kept"
     """Image of a template that something was begun with."""
+    BUILD_LAYER = "build_layer"
+    """What the steps of a build have left, for later builds."""
     SNAPSHOT = "snapshot"
     PAUSED = "paused"
     """Memory and root of a paused sandbox."""
@@ -47,7 +52,7 @@ class StorageItem(Answer):
     name: str
     """Of a sandbox, snapshot, template or pack its id or name; else of a folder."""
     state: str = ""
-    """Of what belongs to a sandbox: what that is."""
+    """Of what belongs to a sandbox: what that is. Of what steps of builds have left: when it was last used."""
     apparent_bytes: int = 0
     """Length of its files; most are sparse."""
     real_bytes: int = 0
@@ -74,6 +79,9 @@ class Storage(Answer):
 class Prune(Request):
     dry_run: bool = Field(default=True)
     """Only say what would go."""
+    layers_unused_s: float = Field(default=LAYERS_UNUSED_S, ge=0, le=1e9)
+    """What steps of builds have left goes when no build has begun with it for so long; 0: all that no build at work
+    may begin with."""
 
 
 class Pruned(Answer):

@@ -10,10 +10,11 @@ from cpuos.client._async.connection import AsyncServer
 from cpuos.client._async.http import AsyncHttp
 from cpuos.client._async.network import AsyncWorkspaceAccess
 from cpuos.client._http import Answer
-from cpuos.client._parse import parse_answer
+from cpuos.client._parse import make_request, parse_answer
 from cpuos.client.config import load_config
 from cpuos.types.audit import AuditList
 from cpuos.types.storage import Prune, Pruned, Storage
+from cpuos.types.units import parse_duration_s
 
 __all__ = ["AsyncClient"]
 
@@ -69,9 +70,13 @@ class AsyncClient:
         answer = await self.server.call("GET", "/v1/storage", read_timeout_s=_STORAGE_S)
         return parse_answer(Storage, answer.body)
 
-    async def prune(self, *, dry_run: bool = True) -> Pruned:
-        """Remove what nobody needs; unless `dry_run=False` is given, only say what that is."""
-        body = Prune(dry_run=dry_run).model_dump_json().encode()
+    async def prune(self, *, dry_run: bool = True, layers_unused: str | float | None = None) -> Pruned:
+        """Remove what nobody needs; unless `dry_run=False` is given, only say what that is. What steps of builds have
+        left goes when no build has begun with it for the time `layers_unused`, a day."""
+        values: dict[str, Any] = {"dry_run": dry_run}
+        if layers_unused is not None:
+            values["layers_unused_s"] = parse_duration_s(layers_unused, name="layers_unused")
+        body = make_request(Prune, values, doing="prune")
         answer = await self.server.call("POST", "/v1/storage/prune", content=body, read_timeout_s=_STORAGE_S)
         return parse_answer(Pruned, answer.body)
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from cpuos.client._http import Answer
-from cpuos.client._parse import parse_answer
+from cpuos.client._parse import make_request, parse_answer
 from cpuos.client._sync.alarms import AlarmAccess
 from cpuos.client._sync.connection import Server
 from cpuos.client._sync.http import Http
@@ -15,6 +15,7 @@ from cpuos.client._sync.network import WorkspaceAccess
 from cpuos.client.config import load_config
 from cpuos.types.audit import AuditList
 from cpuos.types.storage import Prune, Pruned, Storage
+from cpuos.types.units import parse_duration_s
 
 __all__ = ["Client"]
 
@@ -70,9 +71,13 @@ class Client:
         answer = self.server.call("GET", "/v1/storage", read_timeout_s=_STORAGE_S)
         return parse_answer(Storage, answer.body)
 
-    def prune(self, *, dry_run: bool = True) -> Pruned:
-        """Remove what nobody needs; unless `dry_run=False` is given, only say what that is."""
-        body = Prune(dry_run=dry_run).model_dump_json().encode()
+    def prune(self, *, dry_run: bool = True, layers_unused: str | float | None = None) -> Pruned:
+        """Remove what nobody needs; unless `dry_run=False` is given, only say what that is. What steps of builds have
+        left goes when no build has begun with it for the time `layers_unused`, a day."""
+        values: dict[str, Any] = {"dry_run": dry_run}
+        if layers_unused is not None:
+            values["layers_unused_s"] = parse_duration_s(layers_unused, name="layers_unused")
+        body = make_request(Prune, values, doing="prune")
         answer = self.server.call("POST", "/v1/storage/prune", content=body, read_timeout_s=_STORAGE_S)
         return parse_answer(Pruned, answer.body)
 

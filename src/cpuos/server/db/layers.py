@@ -13,6 +13,7 @@ from cpuos.server.db.models import LayerRow, SnapshotRow, TemplateRow
 from cpuos.types.snapshot import SnapshotState
 
 __all__ = [
+    "all_layers",
     "drop_layers",
     "drop_stale_layers",
     "has_layer",
@@ -62,6 +63,12 @@ async def layers_of(connection: AsyncConnection, workspace: str) -> Sequence[Row
     joined = select(*columns).join(_snapshots, _snapshots.c.id == _layers.c.snapshot, isouter=True)
     ordered = joined.where(_layers.c.workspace == workspace).order_by(_layers.c.used_at.desc(), _layers.c.key)
     return (await connection.execute(ordered)).all()
+
+
+async def all_layers(connection: AsyncConnection) -> Sequence[Row[Any]]:
+    """Of every workspace."""
+    columns = (_layers.c.workspace, _layers.c.key, _layers.c.snapshot, _layers.c.used_at)
+    return (await connection.execute(select(*columns).order_by(_layers.c.used_at))).all()
 
 
 async def layer_snapshots(connection: AsyncConnection) -> set[str]:

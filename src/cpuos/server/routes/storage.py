@@ -11,20 +11,15 @@ __all__ = ["get_storage", "prune_storage"]
 
 async def get_storage(plane: Plane) -> Storage:
     """Each thing with the length of its files, what they take on the volume, and what of that others have too."""
-    known = await views(plane)
-    return Storage(nodes=[await plane.scheduler.client(view.facts.node).storage() for view in known])
+    return Storage(nodes=await plane.stores.report([view.facts.node for view in await views(plane)]))
 
 
 async def prune_storage(body: Prune, plane: Plane, call: Called) -> Pruned:
-    """Remove what nobody needs: images of templates that nothing was begun with, old versions of the runtime, downloads
-    of set-up. With `dry_run` (the default) only say what that is."""
-    known = await views(plane)
-    if not body.dry_run:
-        await plane.snapshots.tidy()
-        await plane.builder.tidy()
-    items = []
-    for view in known:
-        items += await plane.scheduler.client(view.facts.node).prune(dry_run=body.dry_run)
+    """Remove what nobody needs: what steps of builds have left and no build has begun with of late, images of templates
+    that nothing was begun with, old versions of the runtime, downloads of set-up. With `dry_run` (the default) only say
+    what that is."""
+    items = await plane.stores.prune([view.facts.node for view in await views(plane)], body)
     freed = sum(item.real_bytes for item in items)
     call.detail |= {"dry_run": body.dry_run, "items": len(items), "freed_bytes": 0 if body.dry_run else freed}
+    call.detail |= {"layers_unused_s": body.layers_unused_s}
     return Pruned(dry_run=body.dry_run, items=items, freed_bytes=freed)

@@ -84,7 +84,7 @@ class Builder:
         self._lifecycle = lifecycle
         self._networks = networks
         self._names = names
-        self._layers = layers
+        self.layers = layers
         self._tasks = tasks
         self._clock = clock
         self._gate = gate
@@ -165,6 +165,7 @@ class Builder:
             await self._start(active, key, flight)
         except BaseException:
             self._flights.land(key, flight, None)
+            self.layers.release(active)
             if active.sandbox is not None:
                 await self._runner.kill(active.sandbox, reason="its build is not on record")
             raise
@@ -174,12 +175,16 @@ class Builder:
         """Give it a sandbox, which begins where the first step comes that is not done yet."""
         request, workspace = active.request, active.workspace
         self._begun[workspace] += 1
+        self.layers.hold(active)
         try:
             row = await self._from_layer(active, begun=begun)
             if row is None:
                 row = await self._lifecycle.create(
                     self._wanted(active), workspace=workspace, actor=active.actor, begun=begun
                 )
+        except BaseException:
+            self.layers.release(active)
+            raise
         finally:
             self._begun[workspace] -= 1
         active.sandbox = row
@@ -194,7 +199,7 @@ class Builder:
         """A sandbox with as many steps done as there are layers of; None: there are none that can be taken up."""
         if active.request.fresh:
             return None
-        cached, origin = await self._layers.find(active.workspace, active.layers)
+        cached, origin = await self.layers.find(active.workspace, active.layers)
         if origin is None:
             return None
         wanted = self._wanted(active).model_copy(update={"snapshot": origin.id, "runtime": origin.runtime})
@@ -206,11 +211,11 @@ class Builder:
             raise
         except CpuosError as error:
             _log.warning("layer not usable", build=active.build.id, snapshot=origin.id, why=str(error))
-            await self._layers.drop(active.workspace, origin.id)
+            await self.layers.drop(active.workspace, origin.id)
             return None
         if row.reason:  # it tells what did not come back
             _log.warning("layer not whole", build=active.build.id, snapshot=origin.id, why=row.reason)
-            await self._layers.drop(active.workspace, origin.id)
+            await self.layers.drop(active.workspace, origin.id)
             await self._runner.kill(row, reason=row.reason)
             return None
         active.cached = cached
@@ -297,7 +302,7 @@ class Builder:
             left = await records.open_builds(connection, except_for=set(self._active))
         for build in left:
             await self._end_left(build)
-        await self._layers.tidy(installed={facts.digest for facts in self._names.installed()})
+        await self.layers.tidy(installed={facts.digest for facts in self._names.installed()})
         kept = {*self._storing}
         images = set(self._names.images())
         async with self._database.read() as connection:
@@ -406,6 +411,7 @@ class Builder:
             _log.info("build failed", build=active.build.id, what=error.what, why=error.why[-300:])
         if active.sandbox is not None:
             await self._runner.kill(active.sandbox, reason=f"its build is {state.value}")
+        self.layers.release(active)
         told = None if error is None else Error.model_validate(error.body()["error"])
         changes = {"state": state, "template": template, "error": told, "ended_at": self._clock()}
         active.build = active.build.model_copy(update=changes)

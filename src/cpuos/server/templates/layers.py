@@ -2,13 +2,17 @@
 
 A layer is found by a key of all that went into its steps, the workspace included: nobody goes on from what another
 workspace has made, nor learns what it has built. Layers go when their parent does, when nobody has used them for some
-days, and the longest unused first when a workspace's become too many.
+days, the longest unused first when a workspace's become too many, and when the operator prunes.
+
+To go is one write: the record says no longer that the snapshot is a layer. A snapshot of the system that is nobody's is
+removed by the reconciler, whichever daemon ends meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 import structlog
@@ -23,10 +27,18 @@ from cpuos.server.snapshots import Snapshots
 from cpuos.server.templates.active import Active
 from cpuos.types.snapshot import SnapshotCreate
 
-__all__ = ["UNUSED_KEPT", "Layers"]
+__all__ = ["UNUSED_KEPT", "Layers", "StoredLayer"]
 
 UNUSED_KEPT = timedelta(days=7)
 _log = structlog.get_logger("cpuos.server.templates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLayer:
+    snapshot: str
+    used_at: datetime
+    in_use: bool
+    """A build at work may begin with it, or has."""
 
 
 class Layers:
@@ -36,6 +48,14 @@ class Layers:
         self._snapshots = snapshots
         self._clock = clock
         self._workspace_bytes = workspace_mib << 20
+        self._users: dict[str, Active] = {}
+
+    def hold(self, active: Active) -> None:
+        """Before it looks for one: until `release` none that it may take up is pruned."""
+        self._users[active.build.id] = active
+
+    def release(self, active: Active) -> None:
+        self._users.pop(active.build.id, None)
 
     async def find(self, workspace: str, keys: Sequence[str]) -> tuple[int, Row[Any] | None]:
         """For the keys of a build's steps: how many of them need not be done, and the snapshot to begin with."""
@@ -85,6 +105,33 @@ class Layers:
                 if held > keep_bytes or keep_bytes == 0:
                     doomed.append(row.snapshot)
             await records.drop_layers(connection, workspace, doomed)
+
+    async def stored(self) -> list[StoredLayer]:
+        """Of all workspaces."""
+        async with self._database.read() as connection:
+            return self._stored(await records.all_layers(connection))
+
+    async def prune_unused(self, unused_s: float) -> set[str]:
+        """Let go of those that no build has begun with for so long, in all workspaces; their snapshots."""
+        async with self._database.write() as connection:
+            rows = await records.all_layers(connection)
+            since = self._clock() - timedelta(seconds=unused_s)
+            doomed = {layer.snapshot for layer in self._stored(rows) if not layer.in_use and layer.used_at <= since}
+            for workspace in {row.workspace for row in rows if row.snapshot in doomed}:
+                await records.drop_layers(connection, workspace, doomed)
+        return doomed
+
+    def _stored(self, rows: Sequence[Row[Any]]) -> list[StoredLayer]:
+        used = {(active.workspace, key) for active in self._users.values() for key in active.layers}
+        begun = {active.sandbox.snapshot for active in self._users.values() if active.sandbox is not None}
+        return [
+            StoredLayer(
+                snapshot=row.snapshot,
+                used_at=row.used_at,
+                in_use=(row.workspace, row.key) in used or row.snapshot in begun,
+            )
+            for row in rows
+        ]
 
     async def tidy(self, *, installed: Collection[str]) -> None:
         """Let go of those that nobody can come to any more: their parent, by its digest, has no name; or unused."""
