@@ -106,6 +106,8 @@ class FakeNode:
         self.restores = Restored.MEMORY
         self.missing: dict[str, list[str]] = {}
         """What of a paused one is not there when it is to be resumed."""
+        self.labels: dict[str, dict[str, str] | None] = {}
+        """Of paused ones, as they were told."""
         self.repaused_frozen: list[bool] = []
         """What comes back of what was saved."""
         self.ready = PoolFacts()
@@ -220,15 +222,27 @@ class FakeNode:
 
     # --- pause and resume ---
 
-    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
+    async def pause(
+        self, sandbox_id: str, *, generation: int, freeze: str, labels: dict[str, str] | None = None
+    ) -> SandboxFacts:
         facts = await self._called("pause", sandbox_id, generation)
+        self.labels[sandbox_id] = labels
         return self._set(facts, paused=True, settled=True)
 
     async def resume(
-        self, sandbox_id: str, *, generation: int, network: EffectivePolicy, incomplete: bool = False
+        self,
+        sandbox_id: str,
+        *,
+        generation: int,
+        network: EffectivePolicy,
+        labels: dict[str, str] | None = None,
+        incomplete: bool = False,
     ) -> SandboxFacts:
         facts = await self._called("resume", sandbox_id, generation)
         missing = self.missing.get(sandbox_id, []) if facts.paused else []
+        kept = self.labels.get(sandbox_id)
+        if facts.paused and None not in (labels, kept) and labels != kept:
+            missing = [*missing, "the labels as they were"]
         if missing and not incomplete:
             raise Conflict("cannot resume: not all is there", code="restore_incomplete", details={"missing": missing})
         if network.version > self.policies[sandbox_id].version:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from control_plane import Server, error_of
+from cpuos.server.db.sandboxes import row_of
 from cpuos.types.network import EffectivePolicy, NetworkPolicy, PolicyLayer
 
 
@@ -66,3 +67,13 @@ async def test_a_node_that_never_takes_it_is_told_as_not_yet(server: Server) -> 
         answer = await server.http.put(f"/v1/sandboxes/{sandbox}/network", json={"mode": "off"})
     assert (answer.status_code, error_of(answer)["code"]) == (503, "node_unavailable")
     assert (await server.http.get(f"/v1/sandboxes/{sandbox}/network")).json()["applied"] is False
+
+
+async def test_a_version_never_stands_for_two_policies(server: Server) -> None:
+    """A workspace's policy is changed between the read of a record and that of its workspace."""
+    sandbox = (await server.created())["id"]
+    async with server.plane.database.read() as connection:
+        before = await row_of(connection, sandbox)
+    assert (await server.http.put("/v1/workspace/network", json={"mode": "off"})).status_code == 200
+    told = await server.plane.networks.effective(before)
+    assert (told.version, told.layers[0].policy.mode) == (2, "off")

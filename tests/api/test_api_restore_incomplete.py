@@ -91,6 +91,28 @@ async def test_a_server_that_ends_within_an_accepted_resume_accepts_nothing_by_i
         assert (await server.http.post("/v1/sandboxes/one/resume?incomplete=true")).json()["state"] == "running"
 
 
+async def test_labels_are_held_against_the_receipt_not_against_what_was_changed_since(server: Server) -> None:
+    made = await server.created(name="one", labels={"a": "1"})
+    await pause(server)
+    assert server.installation.node.labels[made["id"]] == {"a": "1"}
+    changed = await server.http.patch("/v1/sandboxes/one", json={"labels": {"a": "2"}})
+    assert changed.status_code == 200, changed.text
+    running = (await server.http.post("/v1/sandboxes/one/resume")).json()
+    assert (running["state"], running["labels"], running["restore_incomplete"]) == ("running", {"a": "2"}, [])
+
+
+async def test_a_record_of_another_history_than_the_pause(server: Server) -> None:
+    """As after a database was put back from a backup: its receipt is not the one of this pause."""
+    made = await server.created(name="one", labels={"a": "1"})
+    await pause(server)
+    server.installation.node.labels[made["id"]] = {"a": "of later"}
+    error = error_of(await server.http.post("/v1/sandboxes/one/resume"))
+    assert (error["code"], error["details"]["missing"]) == ("restore_incomplete", ["the labels as they were"])
+    assert (await server.get("one"))["state"] == "paused"
+    running = (await server.http.post("/v1/sandboxes/one/resume?incomplete=true")).json()
+    assert (running["state"], running["restore_incomplete"]) == ("running", ["the labels as they were"])
+
+
 async def test_the_receipt_names_the_processes(server: Server) -> None:
     made = await server.created(name="one")
     server.installation.gateway.told[made["id"]] = Suspended(

@@ -100,7 +100,9 @@ async def _put_network(call: _Call) -> None:
 
 async def _pause_sandbox(call: _Call) -> BaseModel:
     asked = _parse(NodePause, await _read_body(call.request))
-    return await call.service.pause(call.sandbox_id, generation=asked.generation, freeze=asked.freeze)
+    return await call.service.pause(
+        call.sandbox_id, generation=asked.generation, freeze=asked.freeze, labels=asked.labels
+    )
 
 
 async def _resume_sandbox(call: _Call) -> BaseModel:

@@ -91,9 +91,11 @@ class NodeClient(Protocol):
         """What all sandboxes that run have used so far."""
         ...
 
-    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
+    async def pause(
+        self, sandbox_id: str, *, generation: int, freeze: str, labels: dict[str, str] | None = None
+    ) -> SandboxFacts:
         """Memory of a frozen sandbox to disk, then nothing of it stays but files. Idempotent. After a failure it runs
-        on, frozen, and the next dial's statement thaws it."""
+        on, frozen, and the next dial's statement thaws it. `labels` are kept for its resume."""
         ...
 
     async def resume(
@@ -102,12 +104,14 @@ class NodeClient(Protocol):
         *,
         generation: int,
         network: EffectivePolicy,
+        labels: dict[str, str] | None = None,
         memory: bool = True,
         incomplete: bool = False,
     ) -> SandboxFacts:
         """Returns when its processes are there again, frozen: the next dial's statement thaws them; the facts
         say so where only its files came back. Idempotent. The image is kept until `settle`; after a failure the sandbox
-        is paused as before. So it is where its disk is not as it was, unless it may be `incomplete`."""
+        is paused as before. So it is where its disk, its policy or its labels are not as they were, unless it may be
+        `incomplete`."""
         ...
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:
@@ -216,8 +220,10 @@ class LocalNodeClient:
     async def stats(self, sandbox_id: str) -> SandboxStats:
         return SandboxStats.model_validate(await self._call("GET", f"/v1/sandboxes/{sandbox_id}/stats"))
 
-    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
-        body = NodePause(generation=generation, freeze=freeze)
+    async def pause(
+        self, sandbox_id: str, *, generation: int, freeze: str, labels: dict[str, str] | None = None
+    ) -> SandboxFacts:
+        body = NodePause(generation=generation, freeze=freeze, labels=labels)
         return SandboxFacts.model_validate(await self._act(sandbox_id, "pause", body))
 
     async def resume(
@@ -226,10 +232,11 @@ class LocalNodeClient:
         *,
         generation: int,
         network: EffectivePolicy,
+        labels: dict[str, str] | None = None,
         memory: bool = True,
         incomplete: bool = False,
     ) -> SandboxFacts:
-        body = NodeResume(generation=generation, network=network, memory=memory, incomplete=incomplete)
+        body = NodeResume(generation=generation, network=network, labels=labels, memory=memory, incomplete=incomplete)
         return SandboxFacts.model_validate(await self._act(sandbox_id, "resume", body))
 
     async def settle(self, sandbox_id: str, *, generation: int) -> None:

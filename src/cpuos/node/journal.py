@@ -82,6 +82,8 @@ class Record(BaseModel):
     """By its processes of before its last pause."""
     disk_mark: str = ""
     """Of a parked one: by it a disk that was changed since is known without being read. Empty: it is not known."""
+    labels: dict[str, str] | None = None
+    """Of a paused one: those that its record had then; None: nobody has told."""
     missing: list[str] = []
     """What was not as it had been when it was taken up all the same."""
 

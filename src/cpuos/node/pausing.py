@@ -15,6 +15,7 @@ from cpuos.node.journal import Record, Stage
 from cpuos.node.kit import Kit
 from cpuos.node.ledger import facts_of
 from cpuos.node.lives import Lives
+from cpuos.node.receipts import other_record, policy_to_hold
 from cpuos.node.refusals import could_not, incompatible
 from cpuos.node.saving import check_room_to_restore, manifest_of, needs, save_steps
 from cpuos.node.steps import Step, Together, UndoFailed, run_steps
@@ -35,16 +36,24 @@ class Pausing:
         self._ledger = kit.ledger
         self._lives = lives
 
-    async def pause(self, sandbox_id: str, *, generation: int, freeze: str, reason: str = "") -> SandboxFacts:
-        """The guest is frozen with `freeze`. After a failure it is so still, and a dial's statement thaws it. `reason`
-        is given where no user asked for it."""
+    async def pause(
+        self,
+        sandbox_id: str,
+        *,
+        generation: int,
+        freeze: str,
+        labels: dict[str, str] | None = None,
+        reason: str = "",
+    ) -> SandboxFacts:
+        """The guest is frozen with `freeze`. After a failure it is so still, and a dial's statement thaws it. `labels`
+        are those of its record; `reason` is given where no user asked for it."""
         async with self._ledger.lock(sandbox_id):
             record = self._ledger.held(sandbox_id, generation=generation)
             if record.stage is Stage.PAUSED:
                 return facts_of(record)
             record = self._ledger.running(sandbox_id)
             needs(self._kit.runtime_of(record), "pause", sandbox_id)
-            record = await self._save(record, freeze=freeze, reason=reason)
+            record = await self._save(record, freeze=freeze, labels=labels, reason=reason)
             facts = await self._lives.park(record, reason=reason)
         self._ledger.spawn(asyncio.to_thread(self._kit.assembly.images.hash, pause_name(sandbox_id)))
         return facts
@@ -71,10 +80,9 @@ class Pausing:
                 log.warning("processes do not fit, files may", sandbox=sandbox_id, why=error.why)
                 saved = await self._read(record, memory=False)
                 memory, why = False, error.why
-            record = await self._check_disk(record, incomplete=request.incomplete)
+            record = await self._check_receipt(record, request)
             await check_room_to_restore(self._kit, saved, verb="resume", sandbox_id=sandbox_id)
-            newer = request.network if request.network.version >= record.policy.version else record.policy
-            record = record.becomes(Stage.PAUSED, network=newer)
+            record = record.becomes(Stage.PAUSED, network=policy_to_hold(record.policy, request.network))
             if not memory:
                 return await self._take_up(record, saved, restored=Restored.ROOT, why=why)
             try:
@@ -123,7 +131,7 @@ class Pausing:
             reason = "not all of it was there" if frozen else "it did not answer when it was resumed"
             return await self._lives.park(record, reason=reason, frozen=frozen)
 
-    async def _save(self, record: Record, *, freeze: str, reason: str) -> Record:
+    async def _save(self, record: Record, *, freeze: str, labels: dict[str, str] | None, reason: str) -> Record:
         """Make the image. Its last step is what makes the sandbox a paused one."""
         images, name = self._kit.assembly.images, pause_name(record.id)
         runtime = self._kit.runtime_of(record)
@@ -140,7 +148,7 @@ class Pausing:
             changed_at=self._ledger.clock(),
         )
         used = await usage_of(self._kit, record)  # it stands still already
-        paused = frozen.becomes(Stage.PAUSED, process=None, parked=False, pause_reason=reason, used=used)
+        paused = frozen.becomes(Stage.PAUSED, process=None, parked=False, pause_reason=reason, used=used, labels=labels)
         manifest = manifest_of(frozen, name=name, runtime=runtime, now=self._ledger.clock())
         steps: list[Step | Together] = [
             Step(
@@ -160,10 +168,10 @@ class Pausing:
             raise could_not("pause", record.id, cause) from error
         return paused
 
-    async def _check_disk(self, record: Record, *, incomplete: bool) -> Record:
+    async def _check_receipt(self, record: Record, request: NodeResume) -> Record:
         """The record with what is missing, where it may be."""
-        missing = await self._kit.assembly.receipts.missing(record)
-        if missing and not incomplete:
+        missing = [*await self._kit.assembly.receipts.missing(record), *other_record(record, request)]
+        if missing and not request.incomplete:
             what = f"cannot resume sandbox: {record.id}"
             why = f"not there: {', '.join(missing)}"
             raise Conflict(what, why, code="restore_incomplete", details={"missing": missing})

@@ -1,8 +1,12 @@
-"""Whether the disk of a paused sandbox is what it was when it was parked.
+"""Whether a paused sandbox is what it was: the disk as when it was parked, and its record at the server.
 
 A mark is written down when it is parked: inode, size and times, which every change by way of the file system moves. A
 digest of what is on it follows in the background. A resume compares the marks, which takes no time; where they differ,
 as they do for a disk that was moved, the digest decides.
+
+The server's record can be of another history than the node's: a database that was put back, or that lost its last
+changes with the power. What was decided last holds where the record says so by a later version of the policy; else
+what both allow.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ from cpuos.node.images import ImageStore, pause_name
 from cpuos.node.journal import Record
 from cpuos.node.resources import Disks
 from cpuos.node.storage.digest import only_moved
+from cpuos.types.network import EffectivePolicy
+from cpuos.types.node import NodeResume
 
-__all__ = ["DiskReceipts"]
+__all__ = ["DiskReceipts", "other_record", "policy_to_hold"]
 
 log = structlog.get_logger("cpuos.node")
 
@@ -89,6 +95,29 @@ class DiskReceipts:
 
     def _still(self, sandbox_id: str, mark: str) -> bool:
         return not self._stop.is_set() and self._disks.is_marked(sandbox_id, mark)
+
+
+def policy_to_hold(kept: EffectivePolicy, asked: EffectivePolicy) -> EffectivePolicy:
+    """The one that is asked for, where that was decided after what was kept; else what both allow."""
+    if asked.version > kept.version:
+        return asked
+    return kept if asked.layers == kept.layers else kept.and_also(asked)
+
+
+def other_record(record: Record, request: NodeResume) -> list[str]:
+    """What the server's record has otherwise than it was at the pause, and did not change since."""
+    found, kept, asked = [], record.policy, request.network
+    if policy_to_hold(kept, asked) not in (asked, kept):
+        versions = f"version {asked.version} is on record, and version {kept.version} held when it was paused"
+        if asked.version == kept.version:
+            versions = f"version {kept.version} is another on record than held when it was paused"
+        found.append(f"the network policy as it was: {versions}")
+    if None not in (record.labels, request.labels) and record.labels != request.labels:
+        names = sorted(key for key, _ in record.labels.items() ^ request.labels.items())
+        found.append(f"the labels as they were: the record has others for {', '.join(dict.fromkeys(names))}")
+    for what in found:
+        log.error("record is not that of the pause", sandbox=record.id, what=what)
+    return found
 
 
 def _be_idle() -> None:

@@ -152,8 +152,11 @@ class NodeService:
         await self._creating.ended(sandbox_id)
         await self.ledger.whole(self._update_network(sandbox_id, generation=generation, policy=policy))
 
-    async def pause(self, sandbox_id: str, *, generation: int, freeze: str) -> SandboxFacts:
-        return await self.ledger.whole(self._pausing.pause(sandbox_id, generation=generation, freeze=freeze))
+    async def pause(
+        self, sandbox_id: str, *, generation: int, freeze: str, labels: dict[str, str] | None = None
+    ) -> SandboxFacts:
+        work = self._pausing.pause(sandbox_id, generation=generation, freeze=freeze, labels=labels)
+        return await self.ledger.whole(work)
 
     async def drain(self, *, limit_s: float) -> Drained:
         """The node is shut down: pause all that run. Nothing new runs here from then on."""

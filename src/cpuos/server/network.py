@@ -18,7 +18,7 @@ from cpuos.server.states import Verb, sources, unusable
 from cpuos.types.network import EffectivePolicy, NetworkPolicy, PolicyLayer, SandboxNetwork
 from cpuos.types.sandbox import LIVE_STATES, SandboxState
 
-__all__ = ["Networks", "effective_policy"]
+__all__ = ["Networks"]
 
 _log = structlog.get_logger("cpuos.server.network")
 _rows = SandboxRow.__table__
@@ -27,20 +27,17 @@ _LAST_VERSION = 1 << 53
 _LIVE = [state.value for state in LIVE_STATES]
 
 
-def effective_policy(row: Row[Any], workspace_policy: NetworkPolicy) -> EffectivePolicy:
-    """What holds for the sandbox on record."""
-    own = PolicyLayer(origin="sandbox", policy=NetworkPolicy.model_validate(row.network))
-    layers = [PolicyLayer(origin="workspace", policy=workspace_policy), own]
-    return EffectivePolicy(version=row.network_version, layers=layers)
-
-
 class Networks:
     def __init__(self, database: Database, scheduler: Scheduler) -> None:
         self._database = database
         self._scheduler = scheduler
 
     async def effective(self, row: Row[Any]) -> EffectivePolicy:
-        return effective_policy(row, await self.workspace_policy(row.workspace))
+        """What holds for the sandbox now. Read at once: a version never stands for two policies."""
+        of_both = select(_rows.c.network_version, _rows.c.network, _workspaces.c.network.label("of_workspace"))
+        of_both = of_both.where(_rows.c.id == row.id, _workspaces.c.id == _rows.c.workspace)
+        async with self._database.read() as connection:
+            return _effective((await connection.execute(of_both)).one())
 
     async def workspace_policy(self, workspace: str) -> NetworkPolicy:
         async with self._database.read() as connection:
@@ -130,6 +127,12 @@ class Networks:
                 _log.warning("network policy of a later history replaced", sandbox=row.id, version=known)
             current = await row_of(connection, row.id)
         return current if current is not None and current.network_version > row.network_version else None
+
+
+def _effective(told: Row[Any]) -> EffectivePolicy:
+    own = PolicyLayer(origin="sandbox", policy=NetworkPolicy.model_validate(told.network))
+    workspace = PolicyLayer(origin="workspace", policy=NetworkPolicy.model_validate(told.of_workspace))
+    return EffectivePolicy(version=told.network_version, layers=[workspace, own])
 
 
 async def _workspace_policy(connection: AsyncConnection, workspace: str) -> NetworkPolicy:

@@ -193,7 +193,7 @@ class Pausing:
         pausing, told = held
         node = self._scheduler.client(row.node)
         try:
-            facts = await node.pause(row.id, generation=row.generation, freeze=freeze)
+            facts = await node.pause(row.id, generation=row.generation, freeze=freeze, labels=pausing.labels)
         except CpuosError as error:
             facts = await self._look(pausing, action="pause sandbox")
             if not facts.paused:
@@ -213,7 +213,8 @@ class Pausing:
             left_s = left_s if left_s > 0 else current.timeout_s
             changed = {"paused_at": now, "left_s": left_s, "expires_at": None, "reason": reason}
             changed["restore_incomplete"] = None
-            return {**changed, "receipt": receipt_of(current, told, now=now)}
+            # Of the record as the node was told it: labels that were changed since are a change after the pause.
+            return {**changed, "receipt": receipt_of(row, told, now=now)}
 
         paused = await self._advance(row, Verb.PAUSED, changes, note="sandbox.pause", reason=reason)
         if paused is None:
@@ -274,7 +275,13 @@ class Pausing:
         policy = await self._networks.effective(resuming)
         node = self._scheduler.client(row.node)
         try:
-            facts = await node.resume(row.id, generation=row.generation, network=policy, incomplete=incomplete)
+            facts = await node.resume(
+                row.id,
+                generation=row.generation,
+                network=policy,
+                labels=row.receipt and row.receipt["labels"],
+                incomplete=incomplete,
+            )
         except CpuosError as error:
             facts = await self._look(resuming, action="resume sandbox")
             if facts.paused:

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 MAX_TARGETS = 256
+MAX_LAYERS = 4
 
 
 class NetworkMode(StrEnum):
@@ -79,7 +80,14 @@ class EffectivePolicy(Request):
 
     version: int = Field(ge=1)
     """Rises with each change, of whichever layer."""
-    layers: list[PolicyLayer] = Field(min_length=1, max_length=4)
+    layers: list[PolicyLayer] = Field(min_length=1, max_length=MAX_LAYERS)
+
+    def and_also(self, other: EffectivePolicy) -> EffectivePolicy:
+        """What both allow, under this one's version."""
+        layers = [*self.layers, *(layer for layer in other.layers if layer not in self.layers)]
+        if len(layers) > MAX_LAYERS:
+            layers = [PolicyLayer(origin="sandbox", policy=NetworkPolicy(mode=NetworkMode.OFF))]
+        return EffectivePolicy(version=self.version, layers=layers)
 
 
 class Verdict(StrEnum):

@@ -112,12 +112,16 @@ class NodePause(Request):
     generation: int = Field(ge=1)
     freeze: FreezeNonce
     """The guest is frozen with this one already."""
+    labels: dict[str, str] | None = None
+    """Those of its record, for its resume to be held against."""
 
 
 class NodeResume(Request):
     generation: int = Field(ge=1)
     network: EffectivePolicy
-    """In place before the guest goes on, unless the node knows a newer version."""
+    """In place before the guest goes on. Of another history than the one that the node has, both hold."""
+    labels: dict[str, str] | None = None
+    """Those that the record has of the pause; None: it was not told of it."""
     memory: bool = True
     """With its processes; else with its files alone, which another version of the runtime takes too."""
     incomplete: bool = False

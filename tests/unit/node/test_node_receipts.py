@@ -20,8 +20,13 @@ FREEZE = "f" * 32
 OFF = EffectivePolicy(version=1, layers=[PolicyLayer(origin="sandbox", policy=NetworkPolicy(mode=NetworkMode.OFF))])
 
 
-async def resume(node, **values):
-    return await node.client.resume(A, generation=1, network=OFF, **values)
+def policy(version, **values):
+    layers = [PolicyLayer(origin="sandbox", policy=NetworkPolicy.model_validate(values))]
+    return EffectivePolicy(version=version, layers=layers)
+
+
+async def resume(node, *, network=OFF, **values):
+    return await node.client.resume(A, generation=1, network=network, **values)
 
 
 def noted(node):
@@ -183,3 +188,74 @@ async def test_a_daemon_makes_the_digests_that_the_last_one_did_not_come_to(sett
         with pytest.raises(Conflict) as caught:
             await resume(node)
         assert caught.value.details == {"missing": [CHANGED]}
+
+
+def held(node):
+    """The policies in force, each without its origin."""
+    return [layer.policy for layer in node.parts.slots.policies[A].layers]
+
+
+@pytest.mark.parametrize("version", [1, 2, 3], ids=["older", "the same", "newer"])
+async def test_a_policy_of_another_history_holds_beside_the_one_of_the_pause(node, asking, version):
+    """A database that was put back: what it says was not decided after the pause, unless its version says so."""
+    await node.client.create(asking(network=policy(2, allow=["kept.example"])))
+    await node.client.pause(A, generation=1, freeze=FREEZE)
+    other = policy(version, mode="internet")
+    if version == 3:
+        assert (await resume(node, network=other)).missing == []
+        assert held(node) == [other.layers[0].policy]
+        return
+    for _ in range(2):
+        with pytest.raises(Conflict) as caught:
+            await resume(node, network=other)
+        assert caught.value.code == "restore_incomplete"
+        assert await node.parts.slots.leftovers() == []
+    (told,) = caught.value.details["missing"]
+    assert told.startswith("the network policy as it was: version ")
+    facts = await resume(node, network=other, incomplete=True)
+    assert facts.missing == [told]
+    assert held(node) == [policy(2, allow=["kept.example"]).layers[0].policy, other.layers[0].policy]
+    await node.client.settle(A, generation=1)
+    decided = policy(3, mode="internet")
+    await node.client.update_network(A, generation=1, policy=decided)
+    assert held(node) == [decided.layers[0].policy]
+
+
+async def test_an_older_version_that_says_the_same_is_the_same(node, asking):
+    await node.client.create(asking(network=policy(2, mode="off")))
+    await node.client.pause(A, generation=1, freeze=FREEZE)
+    assert (await resume(node, network=policy(1, mode="off"))).missing == []
+
+
+def test_of_too_many_policies_nothing_is_allowed():
+    held = policy(1, allow=["0.example"])
+    for number in range(1, 4):
+        held = held.and_also(policy(1, allow=[f"{number}.example"]))
+        assert len(held.layers) == number + 1
+        assert held == held.and_also(policy(9, allow=[f"{number}.example"]))
+    held = held.and_also(policy(1, allow=["4.example"]))
+    assert [layer.policy.mode for layer in held.layers] == [NetworkMode.OFF]
+
+
+@pytest.mark.parametrize("other", [{"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "b": "1", "c": "1"}])
+async def test_labels_that_are_not_those_of_the_pause(node, asking, other):
+    kept = {"a": "1", "b": "1"}
+    await node.client.create(asking())
+    await node.client.pause(A, generation=1, freeze=FREEZE, labels=kept)
+    with pytest.raises(Conflict) as caught:
+        await resume(node, labels=other)
+    (name,) = {key for key, _ in kept.items() ^ other.items()}
+    told = f"the labels as they were: the record has others for {name}"
+    assert (caught.value.code, caught.value.details) == ("restore_incomplete", {"missing": [told]})
+    facts = await resume(node, labels=other, incomplete=True)
+    assert facts.missing == [told]
+
+
+@pytest.mark.parametrize(("kept", "asked"), [(None, {"a": "1"}), ({"a": "1"}, None), ({"a": "1"}, {"a": "1"})])
+async def test_labels_that_nobody_has_told_are_not_compared(node, asking, kept, asked):
+    await node.client.create(asking())
+    await node.client.pause(A, generation=1, freeze=FREEZE, labels=kept)
+    assert (await resume(node, labels=asked)).missing == []
+    await node.client.settle(A, generation=1)
+    await node.client.pause(A, generation=1, freeze=FREEZE)  # those of before count no more
+    assert (await resume(node, labels={"b": "1"})).missing == []
