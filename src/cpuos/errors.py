@@ -252,7 +252,7 @@ ERRORS: dict[str, tuple[type[CpuosError], int, str]] = {
     "sandbox_not_ready": (Conflict, 409, "The sandbox that was started ahead for this create is there no more."),
     "stale_policy": (Conflict, 409, "A later version of the sandbox's network policy is in force on its node."),
     "network_block_taken": (Conflict, 409, "The addresses for sandboxes clash with some that the host needs."),
-    "idempotency_mismatch": (Conflict, 409, "The idempotency key was used with another body."),
+    "idempotency_mismatch": (Conflict, 409, "The idempotency key was used with another path or body."),
     "idempotency_in_progress": (Conflict, 409, "The first call with this idempotency key has not ended."),
     "body_too_large": (LimitReached, 413, "The request body is over the limit that the text names."),
     "limit_reached": (LimitReached, 429, "A limit of the sandbox was reached; the text names it."),

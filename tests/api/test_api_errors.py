@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from typing import Any
 
 import pytest
 
 from control_plane import Installation, Server, error_of
 from cpuos.errors import ERRORS, AgentFailure, SetupRequired
+from cpuos.server.auth import Permission as P
+from cpuos.server.auth import create_key
 from cpuos.server.envelope import MAX_BODY_BYTES
 
 
@@ -26,6 +29,7 @@ from cpuos.server.envelope import MAX_BODY_BYTES
         ({"labels": {"a b": "c"}}, "labels.a b.[key]", "'a b'"),
         ({"min_isolation": "strong"}, "min_isolation", "'strong'"),
         ({"tiemout_s": 5}, "tiemout_s", "5"),
+        ({"runtime": "r" * 64}, "runtime", f"'{'r' * 64}'"),
     ],
 )
 async def test_a_wrong_value_is_named(server: Server, body: dict[str, Any], field: str, value: str) -> None:
@@ -39,10 +43,50 @@ async def test_a_wrong_value_is_named(server: Server, body: dict[str, Any], fiel
     assert server.installation.node.calls == {}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"text"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"cpu": 1e999}'])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"text"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"cpu": 1e999}', b'{"runtime": "\\ud800"}'],
+)
 async def test_a_body_that_is_no_request(server: Server, body: bytes) -> None:
     answer = await server.http.post("/v1/sandboxes", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, error_of(answer)["code"]) == (422, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/sandboxes", b'{"%b": 1}'),
+        ("POST", "/v1/sandboxes", b'{"runtime": "%b"}'),
+        ("POST", "/v1/sandboxes", b'{"labels": {"%b": "a"}}'),
+        ("POST", "/v1/sandboxes", b'{"network": {"allow": ["%b"]}}'),
+        ("POST", "/v1/sandboxes", b'{"alarms": ["%b"]}'),
+        ("POST", "/v1/builds", b'{"name": "a", "image": {"reference": "%b"}}'),
+        ("DELETE", "/v1/sandboxes/%b", b""),
+        ("PATCH", "/v1/sandboxes/%b", b"{}"),
+        ("DELETE", "/v1/packs/%b", b""),
+    ],
+)
+@pytest.mark.parametrize("permitted", [True, False])
+async def test_a_wrong_call_writes_little_into_the_audit(
+    installation: Installation, server: Server, method: str, path: str, body: bytes, permitted: bool
+) -> None:
+    """What cannot be right is not kept at whatever length and form it came."""
+    headers = {"content-type": "application/json"}
+    if not permitted:
+        async with server.plane.database.write() as connection:
+            key = await create_key(
+                connection, workspace="default", name="r", clock=installation.clock, permissions=[P.AUDIT_READ]
+            )
+        headers["authorization"] = f"Bearer {key}"
+    long = b"a" * 60_000
+    answer = await server.http.request(
+        method, path.replace("%b", "%00%1b" + long.decode()), content=body.replace(b"%b", long), headers=headers
+    )
+    assert 400 <= answer.status_code < 500
+    assert len(answer.content) < 4000
+    told = (await server.http.get("/v1/audit")).json()["entries"]
+    assert told
+    assert all(len(json.dumps(entry)) < 1500 and entry["target"].isprintable() for entry in told)
 
 
 async def test_a_body_over_the_limit(server: Server) -> None:

@@ -85,6 +85,19 @@ async def test_keys_are_checked_and_scoped(server: Server) -> None:
     assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("verb", ["fork", "snapshots"])
+async def test_a_key_is_bound_to_what_it_was_sent_to(server: Server, verb: str) -> None:
+    """Who asked for a copy of one sandbox never gets those of another."""
+    one, two = [(await server.created())["id"] for _ in range(2)]
+    headers = {"idempotency-key": "k"}
+    first = await server.http.post(f"/v1/sandboxes/{one}/{verb}", json={}, headers=headers)
+    other = await server.http.post(f"/v1/sandboxes/{two}/{verb}", json={}, headers=headers)
+    again = await server.http.post(f"/v1/sandboxes/{one}/{verb}", json={}, headers=headers)
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert again.headers["idempotency-replayed"] == "true"
+    assert (other.status_code, error_of(other)["code"]) == (409, "idempotency_mismatch")
+
+
 async def test_a_client_that_goes_away_leaves_nothing_half_made(server: Server) -> None:
     server.installation.node.create_gate.clear()
     call = asyncio.create_task(server.create(key="order-1", name="one"))

@@ -33,6 +33,8 @@ __all__ = ["Call", "Guard", "Replay", "Route"]
 
 Handle = Callable[[Request], Awaitable[Response]]
 _log = structlog.get_logger("cpuos.server.guard")
+# Of what a caller may write as he likes, this much is kept in the audit: the longest name has 63 letters.
+_MAX_TARGET, _MAX_TOLD = 128, 500
 
 
 class Replay(Protocol):
@@ -121,7 +123,7 @@ class Guard:
 
     async def _change(self, route: Route, request: Request, body: bytes, *, call: Call, handle: Handle) -> Response:
         assert route.audit is not None
-        target = str(request.path_params.get("ref", ""))
+        target = _target(request)
         with self._quotas.hold_call(call.actor.workspace):
             await self._policy.check(call.actor, action=route.audit, target=target)
             claim = _claim(route, request, body, actor=call.actor)
@@ -187,7 +189,7 @@ class Guard:
     async def _failed(self, call: Call, claim: Claim | None, error: BaseException) -> None:
         assert call.intent is not None
         status, body = body_of_error(error, request_id=call.request_id)
-        detail = {**call.detail, "code": body["error"]["code"], "what": body["error"]["what"]}
+        detail = {**call.detail, "code": body["error"]["code"], "what": body["error"]["what"][:_MAX_TOLD]}
         async with self._database.write() as connection:
             await self._audit.conclude(
                 connection, call.intent, result=AuditResult.ERROR, sandbox=call.sandbox, detail=detail
@@ -201,7 +203,7 @@ class Guard:
 
     async def _refuse(self, route: Route, call: Call, request: Request) -> None:
         error = Forbidden(
-            f"cannot {request.method} {request.url.path}: the key does not grant it",
+            f"cannot {request.method} {request.url.path[:_MAX_TARGET]}: the key does not grant it",
             f"it needs the permission {route.permission}",
             hint="use a key with that permission",
             details={"permission": str(route.permission)},
@@ -213,7 +215,7 @@ class Guard:
                     workspace=call.actor.workspace,
                     actor=call.actor.id,
                     action=route.audit,
-                    target=str(request.path_params.get("ref", "")),
+                    target=_target(request),
                     sandbox=None,
                     result=AuditResult.ERROR,
                     detail={"code": error.code, "request": call.request_id},
@@ -229,8 +231,14 @@ def _claim(route: Route, request: Request, body: bytes, *, actor: Actor) -> Clai
         workspace=actor.workspace,
         route=f"{route.method} {route.path}",
         key=check_key(key),
-        body_hash=body_hash(body),
+        body_hash=body_hash(body, target=str(request.path_params.get("ref", ""))),
     )
+
+
+def _target(request: Request) -> str:
+    """What the path names, which nobody has looked at yet."""
+    named = str(request.path_params.get("ref", ""))[:_MAX_TARGET]
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in named)
 
 
 def _replayed(route: Route, request: Request, kept: Row[Any]) -> Response:

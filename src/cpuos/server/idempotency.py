@@ -37,7 +37,7 @@ _FREE = delete(_keys).where(*_UNFINISHED)
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One key in its scope, bound to one body."""
+    """One key in its scope, bound to one path and body."""
 
     workspace: str
     route: str
@@ -55,13 +55,13 @@ class Idempotency:
         self._waiting: dict[tuple[str, str, str], asyncio.Event] = {}
 
     async def find(self, connection: AsyncConnection, claim: Claim) -> Row[Any] | None:
-        """What the key is bound to; None when it is free. Another body under the same key is an error."""
+        """What the key is bound to; None when it is free. Another request under the same key is an error."""
         scope = {"in_workspace": claim.workspace, "on_route": claim.route, "with_key": claim.key}
         row = (await connection.execute(_FIND, scope)).one_or_none()
         if row is not None and row.body_hash != claim.body_hash:
             raise Conflict(
-                f"cannot use idempotency key {claim.key!r} again: the body is another",
-                "the key is bound to the body that it was first sent with",
+                f"cannot use idempotency key {claim.key!r} again: the request is another",
+                "the key is bound to the path and body that it was first sent with",
                 code="idempotency_mismatch",
                 hint="use a new key for a new request",
             )
@@ -110,10 +110,12 @@ def check_key(key: str) -> str:
     return key
 
 
-def body_hash(body: bytes) -> str:
-    """Equal for equal JSON, whatever its spacing and order of fields."""
+def body_hash(body: bytes, *, target: str = "") -> str:
+    """Equal for equal JSON, whatever its spacing and order of fields, that is sent to the same thing: a fork of one
+    sandbox is no answer to who asked for one of another."""
     try:
         canonical = json.dumps(json.loads(body), sort_keys=True, separators=(",", ":")).encode()
     except (ValueError, RecursionError):
         canonical = body
-    return hashlib.sha256(canonical).hexdigest()
+    named = b"%b\0" % target.encode() if target else b""
+    return hashlib.sha256(named + canonical).hexdigest()

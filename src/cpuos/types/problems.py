@@ -13,13 +13,14 @@ __all__ = ["invalid_request"]
 
 MAX_TOLD = 5
 MAX_SHOWN = 100
+MAX_WHY = 500
 _DAYS_30 = "is over 0 s and up to 30 days, as a number of seconds"
 
 # Field: what it may be, and an example of the wire and, where it is written otherwise, of Python.
 _FIELDS: dict[str, tuple[str, str, str]] = {
     "name": ("a name has lower-case letters, digits and inner hyphens, up to 63", '"build-1"', ""),
     "template": ("a template's name has lower-case letters, digits, dots and hyphens, up to 63", '"python"', ""),
-    "runtime": ("a runtime is a text", '"auto"', ""),
+    "runtime": ("a runtime's name has lower-case letters, digits and ._-, up to 63", '"auto"', ""),
     "min_isolation": (f"an isolation is one of {', '.join(Isolation)}", '"gvisor"', ""),
     "cpu": ("cpu is a whole number from 1 to 64", "2", ""),
     "memory_mib": ("memory is 128 MiB to 1 TiB, as a whole number of MiB", "2048", 'memory="2GiB"'),
@@ -85,7 +86,7 @@ def invalid_request(
 
 def _tell(problem: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Field, its value as shown, the sentence, and the field of the table that it is or lies in."""
-    path = [str(part) for part in problem["loc"]]
+    path = [_cut(str(part)) for part in problem["loc"]]
     kind, given = str(problem["type"]), problem.get("input")
     if kind == "json_invalid":
         return "", ": its body is not JSON", _json_problem(problem), ""
@@ -132,10 +133,13 @@ def _json_problem(problem: Mapping[str, Any]) -> str:
 
 
 def _plain(message: str) -> str:
-    message = message.removeprefix("Value error, ")
+    message = message.removeprefix("Value error, ")[:MAX_WHY]
     return message[:1].lower() + message[1:]
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

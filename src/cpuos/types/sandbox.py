@@ -104,7 +104,7 @@ class Recreated(Answer):
 class SandboxCreate(Request):
     template: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")] = "python"
     name: Name | None = None
-    runtime: str = "auto"
+    runtime: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")] = "auto"
     min_isolation: Isolation | None = None
     """Refuse less than this."""
     allow_emulated: bool = False
