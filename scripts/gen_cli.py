@@ -50,6 +50,8 @@ def _walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     if children is None:
         yield path, command
         return
+    if path != "cpuos" and len(command.params) > 1:  # with options of its own it is a command too
+        yield path, command
     for name, child in children.items():
         yield from _walk(child, f"{path} {name}")
 

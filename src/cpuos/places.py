@@ -61,6 +61,11 @@ class Places:
         return self.state_dir / "server"
 
     @property
+    def audit_archive_dir(self) -> Path:
+        """Audit entries that have left the database, by month."""
+        return self.server_state_dir / "audit"
+
+    @property
     def microvm_dir(self) -> Path:
         """What microVMs start from: `vmlinux`, `initrd`, `manifest.json`."""
         return self.data_dir / "microvm"

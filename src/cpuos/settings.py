@@ -186,6 +186,12 @@ class Settings(Places, BaseSettings):
     """Connections recorded of one sandbox; those beyond are counted in one entry."""
     connection_retention_s: float = Field(30 * 86400, ge=3600)
     """How long the record of a connection is kept."""
+    audit_retention_s: float = Field(0, ge=0)
+    """How long an audit entry stays in the database; 0: for ever, and less than a day is a day. Before entries leave it
+    they are written to `audit/YYYY-MM.jsonl` in the server's state folder, where nothing removes them."""
+    sandbox_retention_s: float = Field(90 * 86400, ge=0)
+    """How long the record of an ended sandbox is kept, when nothing else of it is: no output, connections or snapshots.
+    0: for ever, and less than a day is a day. Its audit entries stay."""
     alarms: Annotated[list[str], NoDecode] = Field(
         default_factory=lambda: ["cpu=90%/10m", "sent=5GiB/10m", "connections=10000/10m"]
     )

@@ -183,9 +183,9 @@ async def test_templates_nodes_capacity(server: Server) -> None:
     (node,) = (await server.http.get("/v1/nodes")).json()["nodes"]
     assert (node["name"], node["reachable"]) == ("node-1", True)
     room = (await server.http.get("/v1/capacity")).json()
-    assert room["sandboxes"] == {"total": 1000, "reserved": 1}
-    assert room["cpu"] == {"total": 128, "reserved": 4}
-    assert room["memory_mib"] == {"total": 65536, "reserved": 1024}
+    assert room["sandboxes"] == {"total": 1000, "reserved": 1, "machine": 1000}
+    assert room["cpu"] == {"total": 128, "reserved": 4, "machine": 16}
+    assert room["memory_mib"] == {"total": 65536, "reserved": 1024, "machine": 65536}
 
 
 def test_the_committed_description_is_that_of_the_code() -> None:

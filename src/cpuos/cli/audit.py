@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shlex
+import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
 from cpuos.cli.output import JsonOption, Output, current_output
 from cpuos.cli.sandboxes import connected
+from cpuos.errors import InvalidRequest
+from cpuos.json_lines import last_lines
 
 if TYPE_CHECKING:
     from cpuos import Client
+    from cpuos.live import Work
     from cpuos.types.audit import AuditEntry
 
-__all__ = ["list_audit", "register"]
+__all__ = ["export_audit", "list_audit", "register"]
+
+
+PAGE = 1000
+_BEGIN = b'{"id":'
 
 
 def register(app: typer.Typer) -> None:
-    app.command("audit")(list_audit)
+    group = typer.Typer(invoke_without_command=True)
+    group.callback()(list_audit)
+    group.command("export")(export_audit)
+    app.add_typer(group, name="audit")
 
 
 def list_audit(
@@ -38,6 +54,8 @@ def list_audit(
 
     Each action has an intent row, written before it, and an outcome row after it.
     """
+    if ctx.invoked_subcommand is not None:
+        return
     from cpuos import Client
 
     output = current_output(ctx)
@@ -62,6 +80,81 @@ def list_audit(
         for entry in entries
     ]
     output.table(("ID", "AT (UTC)", "ACTOR", "ACTION", "TARGET", "RESULT", "DETAIL"), rows, empty="no entry")
+
+
+def export_audit(
+    ctx: typer.Context,
+    file: Annotated[Path, typer.Argument(help="File of JSON lines to add to, or - for stdout.", metavar="FILE")],
+    after: Annotated[int | None, typer.Option(help="Only those that follow this id.", min=0)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write all entries, a line of JSON each, oldest first.
+
+    The same again on the same file adds what has come since. With the setting audit_retention_s old entries leave the
+    database: what was exported before, or lies in the server's own files, is all there is of them then.
+    """
+    from cpuos import Client
+
+    output = current_output(ctx)
+    to_stdout = str(file) == "-"
+    if to_stdout and output.json:
+        raise InvalidRequest(
+            "cannot export to stdout: --json", "stdout is one document then", hint="cpuos audit export -"
+        )
+    with contextlib.ExitStack() as stack:
+        target: BinaryIO = sys.stdout.buffer if to_stdout else stack.enter_context(_opened(file))
+        if not to_stdout:
+            last_id = _last_id(target, file)
+            after = last_id if after is None else after
+        work = stack.enter_context(output.working(f"exporting the audit to {file}"))
+        client = stack.enter_context(Client())
+        count, last_id = _export(client, target, after or 0, work)
+    if output.json:
+        output.data({"file": str(file), "entries": count, "last": last_id})
+    else:
+        output.progress(f"{count} entries, the last is {last_id}" if count else "no entry has come since")
+
+
+def _export(client: Client, target: BinaryIO, after: int, work: Work) -> tuple[int, int]:
+    """How many, and the id of the last."""
+    count, position = 0, after
+    while True:
+        page = client.audit(after=position, limit=PAGE)
+        target.writelines(entry.model_dump_json().encode() + b"\n" for entry in page.entries)
+        target.flush()
+        count += len(page.entries)
+        work.say(f"{count} entries")
+        if page.entries:
+            position = page.entries[-1].id
+        if page.next_after is None or not page.entries:
+            return count, position
+
+
+def _opened(file: Path) -> BinaryIO:
+    """To read and to add to; only its owner may read what is made anew."""
+    try:
+        return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InvalidRequest(f"cannot write to {file}", why, hint=f"ls -ld {shlex.quote(str(file.parent))}") from error
+
+
+def _last_id(target: BinaryIO, file: Path) -> int:
+    """Of the last entry in the file, which is then ready to be added to. A file of something else stays."""
+    lines, end = last_lines(target)
+    target.seek(end)
+    begun = target.read(len(_BEGIN))
+    try:
+        last_id = int(json.loads(lines[0])["id"]) if lines else 0
+        if not _BEGIN.startswith(begun):
+            raise ValueError
+    except (ValueError, KeyError, TypeError) as error:
+        why = "its last line is no entry of an audit, so it is not added to"
+        other = shlex.quote(str(file.with_name(f"{file.name}-2")))
+        raise InvalidRequest(f"cannot export to {file}", why, hint=f"cpuos audit export {other}") from error
+    target.truncate(end)
+    target.seek(end)
+    return last_id
 
 
 def _show_connections(output: Output, sandbox: str, *, refused: bool, limit: int) -> None:

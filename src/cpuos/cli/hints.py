@@ -33,7 +33,7 @@ _PROGRAMS = frozenset(
         *("findmnt", "nft", "uname", "userdel"),
     }
 )
-_GROUPS = frozenset({"harden", "key", "pack", "profile", "snapshots", "template"})
+_GROUPS = frozenset({"audit", "harden", "key", "pack", "profile", "snapshots", "template"})
 _TEMPLATE = re.compile(r"^cpuos create --template (\S+)$")
 ENDING = frozenset({"down", "kill", "prune", "rm", "uninstall"})
 """Verbs that end or delete: never completed by us."""

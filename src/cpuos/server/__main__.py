@@ -33,6 +33,7 @@ from cpuos.server.db.migrate import upgrade_database
 from cpuos.server.first_start import make_first_key, make_key, write_first_key
 from cpuos.server.gateway import LocalGatewayControl
 from cpuos.server.packs import PackRules
+from cpuos.server.retention import RetentionRules
 from cpuos.server.tickets import load_ticket_key, publish_public_key
 from cpuos.settings import Settings, load_settings, publish_endpoint, read_endpoint
 from cpuos.types.alarms import parse_alarms
@@ -139,6 +140,11 @@ def _options(settings: Settings) -> ServerOptions:
         record_retention_s=settings.record_retention_s,
         connection_records=settings.connection_records,
         connection_retention_s=settings.connection_retention_s,
+        retention=RetentionRules(
+            audit_s=settings.audit_retention_s,
+            sandboxes_s=settings.sandbox_retention_s,
+            archive=settings.audit_archive_dir,
+        ),
         network_exceptions=parse_exceptions(settings.network_exceptions),
     )
 

@@ -37,6 +37,7 @@ from cpuos.server.packs import Packs
 from cpuos.server.pausing import Pausing
 from cpuos.server.ready import ReadySandboxes
 from cpuos.server.relief import Relief
+from cpuos.server.retention import Retention
 from cpuos.server.settlement import Settlement
 from cpuos.server.snapshots import Snapshots
 from cpuos.server.tasks import Tasks
@@ -74,6 +75,7 @@ class Reconciler:
         journal: JournalIngest,
         connections: ConnectionIngest,
         settlement: Settlement,
+        retention: Retention,
         relief: Relief,
         usage_alarms: UsageAlarms,
         alarm_interval_s: float,
@@ -94,6 +96,7 @@ class Reconciler:
         self._journal = journal
         self._connections = connections
         self._settlement = settlement
+        self._retention = retention
         self._relief = relief
         self._usage_alarms = usage_alarms
         self._alarm_interval_s = alarm_interval_s
@@ -143,6 +146,7 @@ class Reconciler:
         await self._packs.tidy()
         await self._settlement.prune()
         await self._connections.prune()
+        await self._retention.prune()
 
     async def take_changes(self, facts: Sequence[SandboxFacts]) -> None:
         """News of some sandboxes: deaths, and pauses by the node itself, that are not what this server is doing

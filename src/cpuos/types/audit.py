@@ -56,6 +56,8 @@ ACTIONS = (
     "storage.prune",
     "pack.create",
     "pack.delete",
+    "audit.prune",
+    "sandbox.prune",
 )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query
 
-from cpuos.errors import InvalidRequest
+from cpuos.errors import InvalidRequest, NotFound
 from cpuos.server.audit import list_entries
 from cpuos.server.routes.called import Called, Plane, find
 from cpuos.types.audit import ACTIONS, AuditList
@@ -28,12 +28,19 @@ async def list_audit(
     if action is not None:
         _check_action(action)
     await plane.take_journal()
+    unknown: NotFound | None = None
     if sandbox is not None:
-        sandbox = (await find(plane, call, sandbox)).id
+        try:
+            sandbox = (await find(plane, call, sandbox)).id
+        except NotFound as error:
+            unknown = error  # the entries of one may outlive its record, and are found by its id
     async with plane.database.read() as connection:
-        return await list_entries(
+        listed = await list_entries(
             connection, call.actor.workspace, sandbox=sandbox, action=action, after=after, limit=limit
         )
+    if unknown is not None and not listed.entries and not after:
+        raise unknown
+    return listed
 
 
 def _check_action(action: str) -> None:
