@@ -39,6 +39,7 @@ class TestMicrovmLifecycle(LifecycleConformance):
     """A machine starts in seconds where it is emulated: what is in the short lane of these is in tests/e2e."""
 
     own_kernel = True
+    packs = False
     known_failures: ClassVar[dict[str, str]] = {
         "test_what_was_never_saved_does_not_come_back": "its root is on a disk, which stays as it was",
     }

@@ -58,6 +58,8 @@ class TestFirecrackerConformance(SandboxConformance):
 
 
 class TestFirecrackerLifecycle(LifecycleConformance):
+    packs = False
+
     @pytest.fixture
     def host(self, firecracker_instance: Instance) -> Instance:
         return firecracker_instance

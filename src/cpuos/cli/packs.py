@@ -1,4 +1,4 @@
-"""pack: build, ls, inspect, rm."""
+"""pack: build, ls, inspect, attach, rm."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import typer
 
 from cpuos.cli.groups import command_group
 from cpuos.cli.output import JsonOption, ago, current_output
+from cpuos.cli.sandboxes import parse_pairs
 
-__all__ = ["build_pack", "inspect_pack", "list_packs", "register", "remove_pack"]
+__all__ = ["attach_pack", "build_pack", "inspect_pack", "list_packs", "register", "remove_pack"]
 
 NameArgument = Annotated[str, typer.Argument(help="Name of a data pack.", metavar="NAME")]
 
@@ -20,6 +21,7 @@ def register(app: typer.Typer) -> None:
     group.command("build")(build_pack)
     group.command("ls")(list_packs)
     group.command("inspect")(inspect_pack)
+    group.command("attach")(attach_pack)
     group.command("rm")(remove_pack)
     app.add_typer(group, name="pack")
 
@@ -80,6 +82,26 @@ def inspect_pack(ctx: typer.Context, name: NameArgument, as_json: JsonOption = F
         return
     for field, value in pack.model_dump(mode="json").items():
         output.line(f"{field:<11} {value}")
+
+
+def attach_pack(
+    ctx: typer.Context,
+    sandbox: Annotated[str, typer.Argument(help="Id or name of a sandbox.", metavar="SANDBOX")],
+    packs: Annotated[list[str], typer.Argument(help="PATH=NAME: where the data pack is to be.", metavar="PATH=NAME…")],
+    as_json: JsonOption = False,
+) -> None:
+    """See that a sandbox has data packs; refused where it was not made with them.
+
+    No runtime takes any into a sandbox that runs: give them to `cpuos create --pack`.
+    """
+    from cpuos import Client, Sandbox
+
+    output = current_output(ctx)
+    with Client() as client:
+        sbx = Sandbox.connect(sandbox, client=client)
+        sbx.attach_packs(parse_pairs(packs, option="PATH=NAME") or {})
+    if output.json:
+        output.data({"packs": sbx.info.packs})
 
 
 def remove_pack(

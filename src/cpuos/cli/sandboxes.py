@@ -20,6 +20,7 @@ __all__ = ["connected", "create", "list_sandboxes", "no_sandbox", "parse_pairs",
 _PAIRS = {
     "--label": "cpuos create --label team=research",
     "--pack": "cpuos create --pack /data=my-pack",
+    "PATH=NAME": "cpuos pack attach SANDBOX /data=my-pack",
     "--env": "cpuos exec --env MODE=test SANDBOX -- env",
 }
 

@@ -85,6 +85,22 @@ class Packs:
             )
         return found
 
+    async def demand_attached(self, row: Row[Any], packs: Mapping[str, str]) -> None:
+        """It was made with these. None can be attached to one that runs (ADR 19)."""
+        wanted = await self.resolve(row.workspace, packs)
+        for path, pack in wanted.items():
+            if row.packs.get(path, {}).get("image") == pack["image"]:
+                continue
+            option = f"--pack {path}={pack['name']}"
+            raise Conflict(
+                f"cannot attach data pack {pack['name']!r} to sandbox {row.id} at {path}",
+                f"its runtime {row.runtime!r} takes none into a sandbox that runs: it has those that it was made with",
+                code="packs_fixed",
+                hint=f"cpuos create {option}; with its files: cpuos snapshot {row.id} --no-memory, then"
+                f" cpuos create --snapshot SNAPSHOT {option}",
+                details={"field": "packs", "path": path, "pack": pack["name"], "runtime": row.runtime},
+            )
+
     async def make(self, row: Row[Any], request: PackCreate, *, actor: str) -> Pack:
         """Of a folder of a running sandbox. Whatever fails, nothing of it is left."""
         if SandboxState(row.state) is not SandboxState.RUNNING:

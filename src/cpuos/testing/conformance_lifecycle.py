@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cpuos import Client, Sandbox, Snapshot
+from cpuos import Client, DataPack, Sandbox, Snapshot
 from cpuos.errors import Conflict, CpuosError, InvalidRequest, NotFound, SandboxGone
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
@@ -35,6 +35,9 @@ class LifecycleConformance:
     create_options: ClassVar[dict[str, Any]] = {
         **{"template": "base", "memory": "256MiB", "disk": "256MiB", "cpu": 1, "timeout": "10m"}
     }
+
+    packs: ClassVar[bool] = True
+    """It takes data packs (Capability.PACKS)."""
 
     @pytest.fixture(autouse=True)
     def _known_failure(self, request: pytest.FixtureRequest) -> None:
@@ -60,6 +63,33 @@ class LifecycleConformance:
             sandbox.exec("sync", user="root", check=True)
         host.kill_sandbox(sandbox.id)
         wait_until(lambda: sandbox.refresh().state is SandboxState.LOST)
+
+    # data packs
+
+    def test_packs_are_those_that_it_was_made_with(self, client: Client, sandbox: Sandbox) -> None:
+        sandbox.exec("mkdir data && echo read > data/file && echo mine > kept", check=True)
+        pack = DataPack.of(sandbox, "conformance", "/workspace/data")
+        has_pack = {"packs": {"/data/pack": pack.name}}
+        try:
+            with pytest.raises(Conflict) as caught:
+                sandbox.attach_packs(has_pack["packs"])
+            assert caught.value.code == "packs_fixed"
+            assert "cpuos create --pack /data/pack=conformance" in caught.value.hint
+            assert not sandbox.exec("test -e /data/pack").ok
+            if not self.packs:
+                with pytest.raises(InvalidRequest, match="data packs"):
+                    Sandbox.create(client=client, **has_pack, **self.create_options)
+                return
+            snapshot = sandbox.snapshot(memory=False)
+            with Sandbox.create(client=client, snapshot=snapshot, **has_pack) as other:
+                snapshot.delete()
+                assert other.exec("cat kept /data/pack/file", check=True).stdout == "mine\nread\n"
+                other.attach_packs(has_pack["packs"])
+                other.pause()
+                assert other.exec("cat /data/pack/file", check=True).stdout == "read\n"
+                assert not other.exec("touch /data/pack/new", user="root").ok
+        finally:
+            DataPack.delete(pack.name, client=client)
 
     # pause and resume
 

@@ -149,6 +149,9 @@ class SandboxUpdate(Request):
     timeout_s: float | None = Field(None, gt=0, le=30 * 86400)
     """New session length, counted from now."""
     labels: dict[LabelKey, Label] | None = Field(None, max_length=64)
+    packs: dict[PackPath, PackName] | None = Field(None, max_length=MAX_PACKS)
+    """Data packs that it is to have at these paths. Refused (`packs_fixed`) unless it was made with them: no runtime
+    takes any into a sandbox that runs."""
 
 
 class Sandbox(Answer):

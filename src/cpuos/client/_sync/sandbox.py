@@ -372,6 +372,12 @@ class Sandbox:
         """Replace the labels."""
         self._update(labels=make_labels(labels))
 
+    def attach_packs(self, packs: Mapping[str, str]) -> None:
+        """Demand data packs (path to name). Refused (`packs_fixed`) unless it was made with them: no runtime takes any
+        into a sandbox that runs. To have its files and a pack: `create(snapshot=…, packs=…)`, of a snapshot without
+        memory."""
+        self._update(packs=dict(packs))
+
     @property
     def id(self) -> str:
         """Twenty letters and digits; its first four or more name it in the command line."""

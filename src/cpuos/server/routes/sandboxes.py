@@ -81,9 +81,13 @@ async def get_sandbox(ref: Ref, plane: Plane, call: Called) -> Sandbox:
 
 
 async def update_sandbox(ref: Ref, body: SandboxUpdate, plane: Plane, call: Called) -> Sandbox:
-    """Change the length of the session (counted from now) or the labels of a live sandbox."""
+    """Change the length of the session (counted from now) or the labels of a live sandbox.
+
+    Data packs cannot be attached to it: with `packs` that it was not made with nothing is changed.
+    """
     row = await find(plane, call, ref)
     call.detail |= body.model_dump(exclude_none=True)
+    await plane.packs.demand_attached(row, body.packs or {})
     return sandbox_of(await plane.lifecycle.update(row, body))
 
 
