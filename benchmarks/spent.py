@@ -66,10 +66,12 @@ def _with_children(pid: int) -> float:
 
 
 def _of_sandboxes(instance: Instance) -> float:
-    unified = _GROUPS / f"cpuos-{instance.settings.instance_id}" / "cpu.stat"
-    if unified.exists():
-        return int(unified.read_text().split()[1]) / 1e6
-    return int((_group(instance, "cpuacct") / "cpuacct.usage").read_text()) / 1e9
+    try:
+        if (_GROUPS / "cgroup.controllers").exists():
+            return int((_group(instance, "cpu") / "cpu.stat").read_text().split()[1]) / 1e6
+        return int((_group(instance, "cpuacct") / "cpuacct.usage").read_text()) / 1e9
+    except FileNotFoundError:  # there was none yet
+        return 0.0
 
 
 def _group(instance: Instance, controller: str) -> Path:

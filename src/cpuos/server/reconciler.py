@@ -16,7 +16,7 @@ from cpuos.server.clock import Clock
 from cpuos.server.connections import ConnectionIngest
 from cpuos.server.db.database import Database
 from cpuos.server.db.models import SandboxRow
-from cpuos.server.db.sandboxes import find_sandboxes, live_rows
+from cpuos.server.db.sandboxes import due_rows, find_sandboxes, live_rows, row_of
 from cpuos.server.decide import (
     Action,
     Expire,
@@ -217,8 +217,8 @@ class Reconciler:
     # --- deciding and doing ---
 
     async def _apply(self, facts: Sequence[SandboxFacts], *, listed_at: datetime | None) -> None:
-        rows = await self._rows({one.id for one in facts})
         now = self._clock()
+        rows = await self._rows({one.id for one in facts}, now=now, all_live=listed_at is not None)
         if listed_at is not None:
             unowned = {one.id for one in facts} - set(rows)
             self._unowned_since = {key: self._unowned_since.get(key, now) for key in unowned}
@@ -236,6 +236,8 @@ class Reconciler:
             self._tasks.share(action.id, type(action).__name__, work)
 
     async def _do(self, action: Action, *, row: Row[Any] | None, facts: SandboxFacts | None) -> None:
+        if row is not None and not await self._is_still_so(action, row):
+            return
         _log.info("reconciler acts", action=type(action).__name__, sandbox=action.id)
         try:
             match action:
@@ -265,9 +267,23 @@ class Reconciler:
         except CpuosError as error:
             _log.warning("reconciler action put off", action=type(action).__name__, sandbox=action.id, error=str(error))
 
-    async def _rows(self, ids: set[str]) -> dict[str, Row[Any]]:
+    async def _is_still_so(self, action: Action, row: Row[Any]) -> bool:
+        """Whether the record is as it was when this was decided. It was read a moment before: a create or a move of
+        this process may have ended since, and would be taken for one that nobody works at. What is at work now is
+        asked first: what it writes is on record before it is gone."""
+        if isinstance(action, FinishCreate | FailCreate) and self._lifecycle.creation(row.id) is not None:
+            return False
         async with self._database.read() as connection:
-            rows = {row.id: row for row in await live_rows(connection)}
+            current = await row_of(connection, row.id)
+        seen = ("state", "generation", "changed_at")
+        return current is not None and all(getattr(current, name) == getattr(row, name) for name in seen)
+
+    async def _rows(self, ids: set[str], *, now: datetime, all_live: bool) -> dict[str, Row[Any]]:
+        """All live ones where it is known what the node has not; else those that are due, and those that are asked
+        for."""
+        async with self._database.read() as connection:
+            found = await live_rows(connection) if all_live else await due_rows(connection, now=now)
+            rows = {row.id: row for row in found}
             missing = ids - set(rows)
             if missing:
                 rows |= {row.id: row for row in await find_sandboxes(connection, missing)}

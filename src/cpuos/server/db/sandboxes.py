@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Row, Select, insert, or_, select, update
+from sqlalchemy import Row, Select, and_, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import Conflict, NotFound
@@ -17,6 +17,7 @@ from cpuos.types.sandbox import LIVE_STATES, Sandbox, SandboxState
 __all__ = [
     "advance",
     "count_live",
+    "due_rows",
     "find_sandboxes",
     "insert_sandbox",
     "list_sandboxes",
@@ -31,6 +32,8 @@ MIN_PREFIX = 4
 _rows = SandboxRow.__table__
 _INSERT = insert(_rows).returning(*_rows.c)
 _LIVE = [state.value for state in LIVE_STATES]
+_IN_BETWEEN = [state.value for state in TRANSITIONAL_STATES]
+_SETTLED = [state.value for state in LIVE_STATES - TRANSITIONAL_STATES]
 
 
 async def advance(
@@ -125,6 +128,13 @@ async def list_sandboxes(
 async def live_rows(connection: AsyncConnection) -> Sequence[Row[Any]]:
     """The live sandboxes of all workspaces: for the reconciler and the scheduler."""
     return (await connection.execute(_select().where(_rows.c.state.in_(_LIVE)))).all()
+
+
+async def due_rows(connection: AsyncConnection, *, now: datetime) -> Sequence[Row[Any]]:
+    """The live sandboxes of all workspaces of which the clock alone may ask something: those between two states, and
+    those whose time is over. Of a thousand that are known these are few."""
+    over = and_(_rows.c.state.in_(_SETTLED), _rows.c.expires_at <= now)
+    return (await connection.execute(_select().where(or_(_rows.c.state.in_(_IN_BETWEEN), over)))).all()
 
 
 async def find_sandboxes(connection: AsyncConnection, ids: Collection[str]) -> Sequence[Row[Any]]:
