@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuos.runtimes.microvm.qemu import Qemu
 from cpuos.runtimes.microvm.qmp import Qmp, go_on, load_state, save_state, standing_still
 
 GREETING = {"QMP": {"version": {}}}
@@ -59,7 +60,7 @@ class Vmm:
                 line, _, rest = rest.partition(b"\n")
                 message = json.loads(line)
                 self.said.append(message["execute"])
-                answer = self._answers(message["execute"], message["arguments"])
+                answer = self._answers(message["execute"], message.get("arguments", {}))
                 if answer is None:
                     return
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode() + b"\n"
@@ -142,22 +143,39 @@ def test_a_state_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
         assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        (b"x" * (2 << 20), "without an end"),
-        (b"no json\n", "something else"),
-        (b"[1, 2]\n", "something else"),
-        (b'{"error": 1}\n', "something else"),
-        ({"error": {"desc": "no"}}, "no"),
-        (None, "closed"),
-        (b'{"event": "X"}\n', "timed out"),
-        (b'{"event": "X"}\n' * 1_000_000, "without end|timed out|read operation"),
-    ],
-)
+ANSWERS = [
+    (b"x" * (2 << 20), "without an end"),
+    (b"no json\n", "something else"),
+    (b"[1, 2]\n", "something else"),
+    (b'{"error": 1}\n', "something else"),
+    ({"error": {"desc": "no"}}, "no"),
+    (None, "closed"),
+    (b'{"event": "X"}\n', "timed out"),
+    (b'{"event": "X"}\n' * 1_000_000, "without end|timed out|read operation"),
+    (b"[" * 500_000 + b"\n", "something else"),
+]
+
+
+@pytest.mark.parametrize(("answer", "why"), ANSWERS)
 def test_what_it_answers_is_not_believed(tmp_path: Path, answer: object, why: str) -> None:
     with vmm(tmp_path, lambda command, arguments: answer) as (path, _), pytest.raises(OSError, match=why):
         go_on(path, timeout_s=0.5)
+
+
+@pytest.mark.parametrize(("answer", "why"), [*ANSWERS, (b'{"return": []}\n', "")])
+async def test_what_it_says_of_its_state_is_not_believed(tmp_path: Path, answer: object, why: str) -> None:
+    with vmm(tmp_path, lambda command, arguments: answer) as (path, _):
+        if not why:
+            assert await Qemu(kvm=False).ask_state(path, timeout_s=5) == "it says nothing of its state"
+            return
+        with pytest.raises(OSError):
+            await Qemu(kvm=False).ask_state(path, timeout_s=0.5)
+
+
+def test_one_that_says_nothing_of_its_save_goes_on(tmp_path: Path) -> None:
+    with vmm(tmp_path, lambda command, arguments: b'{"return": []}\n') as (path, made):
+        go_on(path, timeout_s=5)
+        assert made.said[-1] == "cont"
 
 
 def test_a_machine_is_taken_up_and_told_to_run(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ class Qemu:
         go_on(control, timeout_s=timeout_s)
 
     async def ask_state(self, control: Path, *, timeout_s: float) -> str:
-        return str((await ask(control, "query-status", timeout_s=timeout_s))["status"])
+        answer = await ask(control, "query-status", timeout_s=timeout_s)
+        return str(answer.get("status", ""))[:40] if isinstance(answer, dict) else "it says nothing of its state"
 
 
 def _listen(path: Path) -> socket.socket:
@@ -182,14 +183,18 @@ async def ask(control: Path, command: str, *, timeout_s: float) -> Any:
 async def _answer(reader: asyncio.StreamReader, key: str) -> Any:
     """The next answer; events come in between."""
     while True:
-        line = await reader.readline()
+        try:
+            line = await reader.readline()
+        except ValueError as problem:
+            raise OSError("it answered without an end") from problem
         if not line:
             raise OSError("it closed the connection")
         try:
             message = json.loads(line)
-        except ValueError as error:
-            raise OSError(f"it answered something else: {line[:100]!r}") from error
-        if "error" in message:
-            raise OSError(str(message["error"].get("desc", "it refused"))[:500])
-        if key in message:
-            return message[key]
+            if "error" in message:
+                raise OSError(str(message["error"].get("desc", "it refused"))[:500])
+            if key in message:
+                return message[key]
+            message["event"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+            raise OSError(f"it answered something else: {line[:100]!r}") from problem

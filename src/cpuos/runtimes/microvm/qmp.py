@@ -80,7 +80,7 @@ class Qmp:
                 if key in message:
                     return message[key]
                 message["event"]
-            except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
                 raise OSError(f"it answered something else: {line[:100]!r}") from problem
             if time.monotonic() > self.deadline:
                 raise OSError("it tells of events without end")
@@ -145,7 +145,8 @@ def load_state(path: Path, saved: Path, *, memory: bool, timeout_s: float) -> No
 def go_on(path: Path, *, timeout_s: float) -> None:
     """It runs, whatever somebody who was to save it has left. Running is fine."""
     with Qmp(path, timeout_s=timeout_s) as qmp:
-        if qmp("query-migrate").get("status") in ("setup", "active", "device", "pre-switchover"):
+        answer = qmp("query-migrate")
+        if isinstance(answer, dict) and answer.get("status") in ("setup", "active", "device", "pre-switchover"):
             qmp("migrate_cancel")
             qmp.until("query-migrate", "status", frozenset({"cancelled", "completed", "failed"}))
         qmp("cont")
