@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from cpuos.errors import CpuosError
@@ -17,10 +18,13 @@ from cpuos.runtimes.limits import ControlGroups
 from cpuos.settings import Settings, load_settings
 from cpuos.testing.daemons import DaemonForker, NodeDaemon
 from cpuos.testing.leftovers import find_traces, remove_groups, remove_mounts
+from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
 from cpuos.types.node import NodeSandboxCreate
 from small_volume import copies_bytes
 
 A = "a" * 20
+S = "s" * 20
+FREEZE = "0123456789abcdef" * 2
 
 
 class Node:
@@ -105,6 +109,27 @@ def gvisor_node(
             remove_mounts(settings)
             remove_groups(settings)
     shutil.rmtree(folder)
+
+
+def closed_network(version: int = 1) -> EffectivePolicy:
+    """Nothing may be reached."""
+    off = PolicyLayer(origin="sandbox", policy=NetworkPolicy(mode=NetworkMode.OFF))
+    return EffectivePolicy(version=version, layers=[off])
+
+
+@asynccontextmanager
+async def emptied_client(node: Node) -> AsyncIterator[LocalNodeClient]:
+    """To a node that is ready; at the end all sandboxes and snapshots go, and nothing is left of them."""
+    async with LocalNodeClient(node.settings.node_socket) as client:
+        await node.ready(client)
+        yield client
+        await node.ready(client)
+        for facts in await client.list():
+            await client.delete(facts.id, generation=facts.generation)
+        for snapshot in await client.snapshots():
+            await client.delete_snapshot(snapshot.id)
+        assert node.traces() == []
+        assert os.listdir(node.settings.node_state_dir / "snapshots") == []
 
 
 @contextmanager

@@ -16,15 +16,12 @@ import pytest
 from cpuos.errors import Conflict, CpuosError, PlatformError
 from cpuos.node.client import DialClient, LocalNodeClient
 from cpuos.testing.node import fault_is_pending, plan_fault
-from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
 from cpuos.types.node import NodeSandboxCreate
 from guest_calls import GuestCalls
-from gvisor_node import A, Node, gvisor_node
+from gvisor_node import FREEZE, A, Node, S, closed_network, emptied_client, gvisor_node
 
 pytestmark = [pytest.mark.gvisor, pytest.mark.timeout(300)]
 
-S = "s" * 20
-FREEZE = "0123456789abcdef" * 2
 COUNTER = "while true; do echo x >> /workspace/count; sleep 0.05; done"
 
 
@@ -39,11 +36,6 @@ SNAPSHOT = points("snapshot", ["record", "begin", "memory", "root", "disk", "com
 CREATE = points("create", ["record", "workdir", "disk", "slot", "start", "check", "running"])
 
 
-def policy(version: int = 1) -> EffectivePolicy:
-    off = PolicyLayer(origin="sandbox", policy=NetworkPolicy(mode=NetworkMode.OFF))
-    return EffectivePolicy(version=version, layers=[off])
-
-
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
     with gvisor_node() as node:
@@ -52,16 +44,8 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 async def client(node: Node) -> AsyncIterator[LocalNodeClient]:
-    async with LocalNodeClient(node.settings.node_socket) as client:
-        await node.ready(client)
+    async with emptied_client(node) as client:
         yield client
-        await node.ready(client)
-        for facts in await client.list():
-            await client.delete(facts.id, generation=facts.generation)
-        for snapshot in await client.snapshots():
-            await client.delete_snapshot(snapshot.id)
-        assert node.traces() == []
-        assert os.listdir(node.settings.node_state_dir / "snapshots") == []
 
 
 class Box:
@@ -79,7 +63,7 @@ class Box:
         return await self.client.pause(self.id, generation=self.generation, freeze=FREEZE)
 
     async def resume(self):
-        return await self.client.resume(self.id, generation=self.generation, network=policy())
+        return await self.client.resume(self.id, generation=self.generation, network=closed_network())
 
     async def settle(self) -> None:
         await self.client.settle(self.id, generation=self.generation)

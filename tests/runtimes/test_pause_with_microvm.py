@@ -19,16 +19,10 @@ from cpuos.runtimes.microvm.memory import HELD_AS
 from cpuos.runtimes.microvm.qemu import ask
 from cpuos.testing.node import fault_is_pending, plan_fault
 from cpuos.testing.waiting import until
-from cpuos.types.network import EffectivePolicy, NetworkMode, NetworkPolicy, PolicyLayer
 from cpuos.types.node import NodeSandboxCreate
-from gvisor_node import A, Node, gvisor_node
+from gvisor_node import FREEZE, A, Node, S, closed_network, emptied_client, gvisor_node
 
 pytestmark = [pytest.mark.microvm, pytest.mark.timeout(300)]
-
-S = "s" * 20
-FREEZE = "0123456789abcdef" * 2
-OFF = PolicyLayer(origin="sandbox", policy=NetworkPolicy(mode=NetworkMode.OFF))
-POLICY = EffectivePolicy(version=1, layers=[OFF])
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +33,8 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 async def client(node: Node) -> AsyncIterator[LocalNodeClient]:
-    async with LocalNodeClient(node.settings.node_socket) as client:
-        await node.ready(client)
+    async with emptied_client(node) as client:
         yield client
-        await node.ready(client)
-        for facts in await client.list():
-            await client.delete(facts.id, generation=facts.generation)
-        for snapshot in await client.snapshots():
-            await client.delete_snapshot(snapshot.id)
-        assert node.traces() == []
-        assert os.listdir(node.settings.node_state_dir / "snapshots") == []
 
 
 async def pause(client: LocalNodeClient, request: NodeSandboxCreate):
@@ -56,7 +42,7 @@ async def pause(client: LocalNodeClient, request: NodeSandboxCreate):
 
 
 async def resume(client: LocalNodeClient, request: NodeSandboxCreate):
-    return await client.resume(request.id, generation=request.generation, network=POLICY)
+    return await client.resume(request.id, generation=request.generation, network=closed_network())
 
 
 async def snapshot(client: LocalNodeClient, request: NodeSandboxCreate, **values):

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import httpx2
 from pydantic import BaseModel
 
-from cpuos.errors import CpuosError, Unavailable, error_from_body, is_error_body
+from cpuos.answers import read_answer
+from cpuos.errors import CpuosError, Unavailable, error_from_body
 from cpuos.types.limits import LimitFacts
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import (
@@ -308,17 +309,9 @@ class LocalNodeClient:
             answer = await self._http.request(method, path, json=body, content=content, params=query, timeout=timeout)
         except httpx2.TransportError as error:
             raise _unreachable(self._socket, error) from error
-        if answer.status_code == 204:
-            return None
-        try:
-            decoded = answer.json()
-        except ValueError:
-            decoded = None
-        if answer.status_code >= 500 and not is_error_body(decoded):
-            raise _unreachable(self._socket, ConnectionError("it stopped while it worked on the call"))
-        if answer.status_code >= 400 or decoded is None:
-            raise error_from_body(decoded, status=answer.status_code)
-        return decoded
+        return read_answer(
+            answer.status_code, answer.content, away=lambda why: _unreachable(self._socket, ConnectionError(why))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

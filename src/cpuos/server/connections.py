@@ -14,7 +14,8 @@ from pydantic import Field, ValidationError
 from sqlalchemy import Row, bindparam, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from cpuos.errors import PlatformError, Unavailable, error_from_body
+from cpuos.answers import read_answer
+from cpuos.errors import PlatformError, Unavailable
 from cpuos.server.clock import Clock
 from cpuos.server.connection_commands import with_commands
 from cpuos.server.cursors import cursor_of, take_cursor
@@ -83,16 +84,9 @@ class LocalConnectionRecords:
     async def page(self, after: int, *, limit: int) -> RecordsPage:
         try:
             answer = await self._http.get("/v1/connections", params={"after": after, "limit": limit})
-            decoded = answer.json()
-        except (httpx2.TransportError, ValueError) as error:
-            raise Unavailable(
-                "cannot read the records of connections",
-                f"{self._socket}: {str(error) or type(error).__name__}",
-                code="node_unavailable",
-                hint="cpuos status",
-            ) from error
-        if answer.status_code >= 400:
-            raise error_from_body(decoded, status=answer.status_code)
+        except httpx2.TransportError as error:
+            raise self._away(str(error) or type(error).__name__) from error
+        decoded = read_answer(answer.status_code, answer.content, away=self._away)
         try:
             return RecordsPage(
                 source=str(decoded["instance"]), entries=list(decoded["entries"]), next=int(decoded["next"])
@@ -101,6 +95,10 @@ class LocalConnectionRecords:
             raise PlatformError(
                 "cannot read the records of connections: the answer lacks a field", str(error)
             ) from error
+
+    def _away(self, why: str) -> Unavailable:
+        what = "cannot read the records of connections"
+        return Unavailable(what, f"{self._socket}: {why}", code="node_unavailable", hint="cpuos status")
 
 
 class RecordEntry(Answer):

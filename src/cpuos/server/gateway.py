@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 import httpx2
 
-from cpuos.errors import PlatformError, Unavailable, error_from_body, is_error_body
+from cpuos.answers import read_answer
+from cpuos.errors import PlatformError, Unavailable
 
 __all__ = [
     "GatewayControl",
@@ -291,17 +292,7 @@ class LocalGatewayControl:
             answer = await self._http.request(method, path, json=body, params=query, timeout=timeout)
         except httpx2.TransportError as error:
             raise self._unreachable(str(error) or type(error).__name__) from error
-        if answer.status_code == 204:
-            return None
-        try:
-            decoded = answer.json()
-        except ValueError:
-            decoded = None
-        if answer.status_code >= 500 and not is_error_body(decoded):
-            raise self._unreachable("it stopped while it worked on the call")
-        if answer.status_code >= 400:
-            raise error_from_body(decoded, status=answer.status_code)
-        return decoded
+        return read_answer(answer.status_code, answer.content, away=self._unreachable)
 
     def _unreachable(self, why: str) -> Unavailable:
         return Unavailable(

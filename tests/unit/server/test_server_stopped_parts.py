@@ -11,6 +11,7 @@ import pytest
 
 from cpuos.errors import PlatformError, Unavailable
 from cpuos.node.client import LocalNodeClient
+from cpuos.server.connections import LocalConnectionRecords
 from cpuos.server.gateway import LocalGatewayControl
 
 _BARE = b"HTTP/1.1 500 x\r\ncontent-type: text/plain\r\ncontent-length: 21\r\n\r\nInternal Server Error"
@@ -30,7 +31,21 @@ async def ask_gateway(socket: Path) -> object:
         await control.aclose()
 
 
-@pytest.mark.parametrize(("ask", "code"), [(ask_node, "node_unavailable"), (ask_gateway, "gateway_unavailable")])
+async def ask_records(socket: Path) -> object:
+    records = LocalConnectionRecords(socket)
+    try:
+        return await records.page(0, limit=1)
+    finally:
+        await records.aclose()
+
+
+ASKS = [ask_node, ask_gateway, ask_records]
+
+
+@pytest.mark.parametrize(
+    ("ask", "code"),
+    [(ask_node, "node_unavailable"), (ask_gateway, "gateway_unavailable"), (ask_records, "node_unavailable")],
+)
 @pytest.mark.parametrize("answer", [_BARE, b""], ids=["bare", "none"])
 async def test_one_that_stopped_is_away(
     tmp_path: Path, ask: Callable[[Path], Awaitable[object]], code: str, answer: bytes
@@ -40,12 +55,22 @@ async def test_one_that_stopped_is_away(
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("ask", [ask_node, ask_gateway])
+@pytest.mark.parametrize("ask", ASKS)
 async def test_one_that_says_what_went_wrong_is_quoted(
     tmp_path: Path, ask: Callable[[Path], Awaitable[object]]
 ) -> None:
     with pytest.raises(PlatformError, match="cannot x"):
         await _with_answer(tmp_path / "socket", _SAID, ask)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("body", [b"", b"fine", b"null"])
+async def test_one_that_answers_nothing_readable_is_at_fault(
+    tmp_path: Path, ask: Callable[[Path], Awaitable[object]], body: bytes
+) -> None:
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    with pytest.raises(PlatformError, match="cannot read the answer: HTTP 200"):
+        await _with_answer(tmp_path / "socket", answer, ask)
 
 
 async def _with_answer(socket: Path, answer: bytes, ask: Callable[[Path], Awaitable[object]]) -> object:
