@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.results import Measured, compare_times
 from benchmarks.stage import Stage
-from cpuos.runtimes.limits import ControlGroups
+from benchmarks.work import work_so_far
 
 __all__ = ["exec_true"]
 
@@ -41,12 +39,4 @@ def exec_true(stage: Stage) -> Measured:
 
 
 def _work_ms(stage: Stage) -> float:
-    """Processor time so far of all that takes part."""
-    groups = ControlGroups(stage.instance.settings.instance_id)
-    hosts = _cpu_s(stage.instance.pids()["gateway"]) + _cpu_s(os.getpid())
-    return 1e3 * (groups.cpu_seconds(stage.sandbox.id) + hosts)
-
-
-def _cpu_s(process: int) -> float:
-    threads = Path(f"/proc/{process}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+    return 1e3 * sum(work_so_far(stage).values())

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from benchmarks.results import Measured, compare_rates
 from benchmarks.stage import Stage
+from benchmarks.work import Work, more_since, work_so_far
 
 __all__ = ["download", "growth", "stdout", "upload"]
 
@@ -98,23 +99,36 @@ def _in_turns(
     after: Callable[[], None] = lambda: None,
     beside: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> Measured:
-    """Both in turns; `after` follows each turn of the product, untimed. What is `beside` is told as a ratio too."""
+    """Both in turns; `after` follows each turn of the product, untimed. What is `beside` is told as a ratio too, and
+    of each the processor time of its parts."""
     assert stage.raw
     product()  # what is made once is made before
     after()
     bare()
-    times: tuple[list[float], list[float]] = ([], [])
-    others: dict[str, list[float]] = {name: [] for name in beside}
+    times: dict[str, list[float]] = {name: [] for name in ("product", "bare", *beside)}
+    work: dict[str, list[Work]] = {name: [] for name in times}
+
+    def take(name: str, call: Callable[[], None]) -> None:
+        before = work_so_far(stage)
+        times[name].append(_seconds(call))
+        work[name].append(more_since(before, work_so_far(stage)))
+
     for _ in range(stage.rounds):
         with stage.watched():
-            times[0].append(_seconds(product))
+            take("product", product)
         after()
-        times[1].append(_seconds(bare))
+        take("bare", bare)
         for name, other in beside.items():
-            others[name].append(_seconds(other))
-    measured = compare_rates(*times, size_bytes=size_bytes)
-    ratios = {name: round(statistics.median(times[1]) / statistics.median(other), 2) for name, other in others.items()}
-    return replace(measured, detail={**measured.detail, **ratios})
+            take(name, other)
+    measured = compare_rates(times["product"], times["bare"], size_bytes=size_bytes)
+    ratios = {name: round(statistics.median(times["bare"]) / statistics.median(times[name]), 2) for name in beside}
+    spent = {f"{name}_work_s": _middle(rounds) for name, rounds in work.items()}
+    return replace(measured, detail={**measured.detail, **ratios, **spent})
+
+
+def _middle(rounds: list[Work]) -> Work:
+    """Of each part, the median of its seconds."""
+    return {part: round(statistics.median(one[part] for one in rounds), 3) for part in rounds[0]}
 
 
 def _seconds(work: Callable[[], None]) -> float:
