@@ -63,7 +63,8 @@ class Packs:
         self._rules = rules
         self._clock = clock
         self._packer: Packer | None = None
-        self._storing: set[str] = set()
+        self._storing: dict[str, tuple[str, int]] = {}
+        """Images on their way, with the workspace and what of its room they take."""
 
     async def resolve(
         self, workspace: str, packs: Mapping[str, str], *, origin: Row[Any] | None = None
@@ -105,14 +106,15 @@ class Packs:
         """Of a folder of a running sandbox. Whatever fails, nothing of it is left."""
         if SandboxState(row.state) is not SandboxState.RUNNING:
             raise Conflict(f"cannot make data pack {request.name!r}: the sandbox is {row.state}")
-        await self._check_room(row.workspace, request.name, size=0)
         guest = self._gate.guest(row, actor=actor)
         image, work = f"pack-{new_id()}", f"/var/tmp/cpuos-{secrets.token_hex(8)}"
         node = self._scheduler.client(row.node)
-        self._storing.add(image)
+        self._storing[image] = (row.workspace, 0)
         try:
+            await self._check_room(row.workspace, request.name)
             made = await self._pack(guest, request, work=work)
-            await self._check_room(row.workspace, request.name, size=made.size)
+            self._storing[image] = (row.workspace, made.size)
+            await self._check_room(row.workspace, request.name)
             async with guest.open(f"{work}/pack.erofs") as content:
                 await node.put_pack(image, size=made.size, sha256=made.sha256, content=content)
             values = {
@@ -129,7 +131,7 @@ class Packs:
             async with self._database.write() as connection:
                 await records.put_pack(connection, values)
         finally:
-            self._storing.discard(image)
+            del self._storing[image]
             await self._clean(guest, work)
         return await self.get(row.workspace, request.name)
 
@@ -163,7 +165,7 @@ class Packs:
                 continue
             async with self._database.read() as connection:
                 named = await records.all_pack_images(connection)
-            for image in sorted(there - named - self._storing):
+            for image in sorted(there - named - self._storing.keys()):
                 try:
                     await self._scheduler.client(view.facts.node).delete_pack(image)
                 except CpuosError as error:
@@ -186,15 +188,17 @@ class Packs:
             raise _too_large(request, f"it has {made.size >> 20} MiB", max_mib=self._rules.max_mib)
         return made
 
-    async def _check_room(self, workspace: str, name: str, *, size: int) -> None:
+    async def _check_room(self, workspace: str, name: str) -> None:
+        """Those that are on their way take room too, this one included: else calls at once would all fit."""
         async with self._database.read() as connection:
             rows = [row for row in await records.list_packs(connection, workspace) if row.name != name]
-        held, limit = sum(row.size_bytes for row in rows), self._rules.workspace_mib << 20
-        if len(rows) >= MAX_PACKS or held + size > limit:
+        coming = [size for owner, size in self._storing.values() if owner == workspace]
+        held, more, limit = sum(row.size_bytes for row in rows), sum(coming), self._rules.workspace_mib << 20
+        if len(rows) + len(coming) > MAX_PACKS or held + more > limit:
             raise LimitReached(
                 f"cannot make data pack {name!r}: the workspace's packs would be too many or too large",
-                f"{len(rows)} with {held >> 20} MiB are there, {size >> 20} MiB more; {MAX_PACKS} with {limit >> 20} "
-                "MiB are allowed",
+                f"{len(rows)} with {held >> 20} MiB are there, {len(coming)} with {more >> 20} MiB come; "
+                f"{MAX_PACKS} with {limit >> 20} MiB are allowed",
                 hint="cpuos pack rm NAME",
                 details={"limit": "packs", "max_mib": limit >> 20, "max": MAX_PACKS},
             )
