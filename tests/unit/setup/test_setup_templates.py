@@ -52,6 +52,24 @@ def test_only_the_distribution_is_taken(tmp_path: Path) -> None:
     assert distribution_sources("noble", etc=tmp_path / "none") == []
 
 
+def test_of_ubuntu_the_two_parts_are_taken_that_hold_what_set_up_needs(tmp_path: Path) -> None:
+    """As its installer writes the file; skopeo, umoci, mmdebstrap and erofs-utils are in universe there."""
+    (tmp_path / "sources.list.d").mkdir()
+    (tmp_path / "sources.list").write_text("# Ubuntu sources have moved to /etc/apt/sources.list.d/ubuntu.sources\n")
+    (tmp_path / "sources.list.d" / "ubuntu.sources").write_text(
+        "# See the manual\n"
+        "Types: deb\nURIs: http://mirror.example/ubuntu/\nSuites: noble noble-updates noble-backports\n"
+        "Components: main restricted universe multiverse\nSigned-By: /usr/share/keyrings/ubuntu-archive-keyring.gpg\n"
+        "\n## Ubuntu security updates.\n"
+        "Types: deb\nURIs: http://security.example/ubuntu/\nSuites: noble-security\n"
+        "Components: main restricted universe multiverse\nSigned-By: /usr/share/keyrings/ubuntu-archive-keyring.gpg\n"
+    )
+    found = distribution_sources("noble", etc=tmp_path)
+    assert [source.suites for source in found] == [("noble", "noble-updates"), ("noble-security",)]
+    assert {source.components for source in found} == {("main", "universe")}
+    assert {source.signed_by for source in found} == {"/usr/share/keyrings/ubuntu-archive-keyring.gpg"}
+
+
 @pytest.mark.parametrize(
     ("uri", "clean"),
     [
