@@ -7,8 +7,7 @@ digest and size. Nothing of it is read or unpacked outside of sandboxes. Equal b
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -102,7 +101,8 @@ class Builder:
         )
         self._active: dict[str, Active] = {}
         self._flights = Flights()
-        self._begun: Counter[str] = Counter()
+        self._begun: dict[str, str] = {}
+        """Builds that calls are about to begin, with their workspaces: let in, and not yet among the active ones."""
         self._storing: set[str] = set()
         self._tidying: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -137,8 +137,19 @@ class Builder:
                 hint="use another name",
                 details={"field": "name", "value": request.name},
             )
-        at_work = sum(active.workspace == workspace for active in self._active.values()) + self._begun[workspace]
-        await self._room.check_counts(workspace, request.name, builds=at_work)
+        build_id = new_id()
+        at_work = {one for one, active in self._active.items() if active.workspace == workspace}
+        at_work |= {one for one, owner in self._begun.items() if owner == workspace}
+        self._begun[build_id] = workspace  # before anything is waited for: calls at once count each other
+        try:
+            await self._room.check_counts(workspace, request.name, builds=len(at_work))
+            return await self._create(build_id, request, workspace=workspace, actor=actor, begun=begun)
+        finally:
+            del self._begun[build_id]
+
+    async def _create(
+        self, build_id: str, request: TemplateBuild, *, workspace: str, actor: str, begun: Begun
+    ) -> tuple[Build, Row[Any] | None]:
         parent = await self._names.get(workspace, request.from_)
         policy = await self._networks.workspace_policy(workspace)
         inputs = {"workspace": workspace, "parent_digest": parent.digest, "network": policy.model_dump_json()}
@@ -148,7 +159,7 @@ class Builder:
             if reused is not None:
                 return reused, None
         build = Build(
-            id=new_id(),
+            id=build_id,
             name=request.name,
             state=BuildState.RUNNING,
             steps=steps_shown(request),
@@ -156,13 +167,14 @@ class Builder:
         )
         active = Active(build=build, request=request, actor=actor, sandbox=None, **inputs)
         # From here to the flight's own record nothing waits: of equal builds exactly one is the first.
-        if not request.fresh and self._flights.find(key) is not None:
-            await self._start(active, key)
+        other = None if request.fresh else self._flights.find(key)
+        if other is not None:
+            await self._start(active, self._run(active, key, other=other))
             return build, None
         flight = self._flights.begin(key, request)
         try:
             await self._begin(active, begun=begun)
-            await self._start(active, key, flight)
+            await self._start(active, self._run(active, key, flight))
         except BaseException:
             self._flights.land(key, flight, None)
             self.layers.release(active)
@@ -174,7 +186,6 @@ class Builder:
     async def _begin(self, active: Active, *, begun: Begun) -> None:
         """Give it a sandbox, which begins where the first step comes that is not done yet."""
         request, workspace = active.request, active.workspace
-        self._begun[workspace] += 1
         self.layers.hold(active)
         try:
             row = await self._from_layer(active, begun=begun)
@@ -185,8 +196,6 @@ class Builder:
         except BaseException:
             self.layers.release(active)
             raise
-        finally:
-            self._begun[workspace] -= 1
         active.sandbox = row
         active.parent_digest = row.template_digest
         uploading = request.uploads and not active.cached
@@ -233,7 +242,7 @@ class Builder:
             min_isolation=Isolation.EMULATED,  # the steps change the root that they see
         )
 
-    async def _start(self, active: Active, key: str, flight: Flight | None = None) -> None:
+    async def _start(self, active: Active, work: Coroutine[Any, Any, None]) -> None:
         self._active[active.build.id] = active
         try:
             async with self._database.write() as connection:
@@ -242,8 +251,9 @@ class Builder:
                 )
         except BaseException:
             del self._active[active.build.id]
+            work.close()
             raise
-        active.task = self._tasks.start(self._run(active, key, flight))
+        active.task = self._tasks.start(work)
 
     async def get(self, workspace: str, build_id: str) -> Build:
         active = self._active.get(build_id)
@@ -313,12 +323,14 @@ class Builder:
 
     # the run of one build
 
-    async def _run(self, active: Active, key: str, flight: Flight | None) -> None:
-        """Without a flight an equal build is at work."""
+    async def _run(
+        self, active: Active, key: str, flight: Flight | None = None, *, other: Flight | None = None
+    ) -> None:
+        """`other` is of the equal build that is at work, which this one waits for."""
         image, of_recipe = f"built-{active.build.id}", False
         try:
-            if flight is None:
-                flight = await self._turn(active, key)
+            if other is not None:
+                flight = await self._turn(active, key, other)
             if flight is not None and active.sandbox is None:
                 await self._runner.to_its_end(self._begin_late(active))
             template = active.known or await self._work(active, image)
@@ -339,18 +351,19 @@ class Builder:
             if flight is not None:
                 self._flights.land(key, flight, active.build, of_recipe=of_recipe)
 
-    async def _turn(self, active: Active, key: str) -> Flight | None:
+    async def _turn(self, active: Active, key: str, other: Flight | None) -> Flight | None:
         """Until an equal build has made it, and nothing is left to do, or this one is to do the work."""
         async with asyncio.timeout(active.request.timeout_s):
-            while (flight := self._flights.find(key)) is not None:
-                other = await flight.landed()
-                if other is not None and other.template is not None:
-                    meant = self._meant(active.workspace, active.build.name, key=other.template.key)
+            while other is not None:
+                ended = await other.landed()
+                if ended is not None and ended.template is not None:
+                    meant = self._meant(active.workspace, active.build.name, key=ended.template.key)
                     active.known = await self._runner.unbroken(meant)
                     if active.known is not None:
                         return None
-                elif other is not None and flight.is_shared(active.request):
-                    raise other_failed(active.build, other)
+                elif ended is not None and other.is_shared(active.request):
+                    raise other_failed(active.build, ended)
+                other = self._flights.find(key)
             return self._flights.begin(key, active.request)
 
     async def _begin_late(self, active: Active) -> None:
