@@ -31,11 +31,19 @@ class Work:
         self._clock = clock
         self._since = clock()
         self._last = ""
+        self._printed_at = self._since
 
     def say(self, line: str) -> None:
         """What it printed; only the last is shown."""
         if shown := "".join(letter for letter in line if letter.isprintable()).strip():
             self._last = shown
+
+    def printed(self) -> None:
+        """Something of it was printed, so that it needs no line to show that it goes on."""
+        self._printed_at = self._clock()
+
+    def silent_s(self) -> float:
+        return self._clock() - self._printed_at
 
     def line(self, *, width: int = 200) -> str:
         """The step, its time once that is worth telling, and the last line of its output in the room that is left."""
@@ -66,6 +74,8 @@ def told(
 
     def tell() -> None:
         while not ended.wait(every_s):
+            if work.silent_s() < every_s:
+                continue
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
                 stream.write(f"{before()}{work.line()}\n")
                 stream.flush()

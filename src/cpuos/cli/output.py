@@ -7,10 +7,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -18,6 +18,8 @@ from cpuos.cli.hints import hint_of
 from cpuos.cli.terminal import Keep, safe_text
 from cpuos.errors import CpuosError
 from cpuos.live import Work, drawn, told
+
+T = TypeVar("T")
 
 __all__ = ["JsonOption", "Output", "ago", "current_output", "in_future"]
 
@@ -67,6 +69,31 @@ class Output:
         with console.capture() as capture:
             console.print(table)
         print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+    def listing(
+        self, name: str, values: Sequence[T], headings: Sequence[str], row: Callable[[T], Sequence[Any]], *, empty: str
+    ) -> None:
+        """Things of one kind, a line each; with --json under this name."""
+        if self.json:
+            self.data({name: values})
+        else:
+            self.table(headings, [row(value) for value in values], empty=empty)
+
+    def fields(self, value: Any, rows: Sequence[tuple[str, Any]]) -> None:
+        """One thing, a field a line; with --json itself."""
+        if self.json:
+            self.data(value)
+        else:
+            self.table(("FIELD", "VALUE"), rows)
+
+    def removed(self, names: Sequence[str], remove: Callable[[str], object]) -> None:
+        """Remove one after the other, and tell of each at once."""
+        for name in names:
+            remove(name)
+            if not self.json:
+                self.line(name)
+        if self.json:
+            self.data({"removed": names})
 
     @contextmanager
     def working(self, text: str) -> Iterator[Work]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cpuos.cli.groups import command_group
 from cpuos.cli.output import JsonOption, ago, current_output
 from cpuos.cli.sandboxes import parse_pairs
+
+if TYPE_CHECKING:
+    from cpuos.types.pack import Pack
 
 __all__ = ["attach_pack", "build_pack", "inspect_pack", "list_packs", "register", "remove_pack"]
 
@@ -60,14 +63,8 @@ def list_packs(ctx: typer.Context, as_json: JsonOption = False) -> None:
     output = current_output(ctx)
     with Client() as client:
         packs = DataPack.list(client=client)
-    if output.json:
-        output.data({"packs": packs})
-        return
-    rows = [
-        (pack.name, pack.digest[:19], f"{pack.size_bytes / (1 << 20):.1f} MiB", pack.files, ago(pack.created_at))
-        for pack in packs
-    ]
-    output.table(("NAME", "DIGEST", "SIZE", "FILES", "AGE"), rows, empty="no data pack; cpuos pack build NAME PATH")
+    headings = ("NAME", "DIGEST", "SIZE", "FILES", "AGE")
+    output.listing("packs", packs, headings, _row, empty="no data pack; cpuos pack build NAME PATH")
 
 
 def inspect_pack(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) -> None:
@@ -77,11 +74,7 @@ def inspect_pack(ctx: typer.Context, name: NameArgument, as_json: JsonOption = F
     output = current_output(ctx)
     with Client() as client:
         pack = DataPack.get(name, client=client)
-    if output.json:
-        output.data(pack)
-        return
-    for field, value in pack.model_dump(mode="json").items():
-        output.line(f"{field:<11} {value}")
+    output.fields(pack, list(pack.model_dump(mode="json").items()))
 
 
 def attach_pack(
@@ -114,9 +107,8 @@ def remove_pack(
 
     output = current_output(ctx)
     with Client() as client:
-        for name in names:
-            DataPack.delete(name, client=client)
-            if not output.json:
-                output.line(name)
-    if output.json:
-        output.data({"removed": names})
+        output.removed(names, lambda name: DataPack.delete(name, client=client))
+
+
+def _row(pack: Pack) -> tuple[Any, ...]:
+    return pack.name, pack.digest[:19], f"{pack.size_bytes / (1 << 20):.1f} MiB", pack.files, ago(pack.created_at)

@@ -61,19 +61,25 @@ def run_profile(
     output.interrupted = "interrupted; its sandbox was ended, and nothing was written"
     again = _AgainLine(ctx)
     try:
-        evidence = python_data.run(
-            get_profile(name),
-            inputs=inputs or [],
-            script=script,
-            out=out,
-            template=template,
-            runtime=runtime,
-            allow_emulated=allow_emulated or None,
-            cpu=cpu,
-            memory=memory,
-            timeout_s=parse_duration_s(timeout, name="--timeout") if timeout is not None else None,
-            on_progress=output.progress,
-        )
+        with output.working(f"running {name}") as work:
+
+            def tell(text: str) -> None:
+                work.printed()
+                output.progress(text)
+
+            evidence = python_data.run(
+                get_profile(name),
+                inputs=inputs or [],
+                script=script,
+                out=out,
+                template=template,
+                runtime=runtime,
+                allow_emulated=allow_emulated or None,
+                cpu=cpu,
+                memory=memory,
+                timeout_s=parse_duration_s(timeout, name="--timeout") if timeout is not None else None,
+                on_progress=tell,
+            )
     except InvalidRequest as error:
         if error.hint.startswith("--out "):
             error.hint = again.with_option(out=error.hint.removeprefix("--out "))

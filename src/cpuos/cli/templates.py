@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +13,13 @@ import typer
 
 from cpuos.cli.groups import command_group
 from cpuos.cli.hints import as_root
-from cpuos.cli.output import JsonOption, current_output
+from cpuos.cli.output import JsonOption, Output, current_output
 from cpuos.cli.sandboxes import parse_pairs
 from cpuos.cli.streams import GuestWriter
 from cpuos.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from cpuos.types.node import TemplateFacts
     from cpuos.types.template import TemplateInfo
 
 __all__ = ["build_template", "import_image", "inspect_template", "list_templates", "register", "remove_template"]
@@ -92,19 +95,9 @@ def build_template(
             "--name, or name in the build file",
             hint="cpuos template build --name mine --apt ffmpeg",
         )
-    writer = GuestWriter(sys.stderr)
-
-    def tell(line: str) -> None:
-        writer.write(f"{line}\n".encode())
-
-    parent = values.pop("from", None)
-    with Client() as client:
-        try:
-            built = Template.build(
-                values.pop("name"), from_=parent, on_output=None if output.json else tell, client=client, **values
-            )
-        finally:
-            writer.close()
+    name, parent = values.pop("name"), values.pop("from", None)
+    with Client() as client, _shown_output(output, f"building template {name}") as tell:
+        built = Template.build(name, from_=parent, on_output=tell, client=client, **values)
     if output.json:
         output.data(built)
         return
@@ -143,30 +136,38 @@ def import_image(
     values = {key: value for key, value in given.items() if value is not None}
     if user is not None:
         values["credentials"] = (user, sys.stdin.readline().rstrip("\n"))
-    writer = GuestWriter(sys.stderr)
-
-    def tell(line: str) -> None:
-        writer.write(f"{line}\n".encode())
-
-    with Client() as client:
-        try:
-            built = Template.from_image(
-                Path(source).expanduser() if is_path else source,
-                env=parse_pairs(env, option="--env") or None,
-                insecure=insecure,
-                fresh=fresh,
-                on_output=None if output.json else tell,
-                client=client,
-                **values,
-            )
-        finally:
-            writer.close()
+    with Client() as client, _shown_output(output, f"making a template of {source}") as tell:
+        built = Template.from_image(
+            Path(source).expanduser() if is_path else source,
+            env=parse_pairs(env, option="--env") or None,
+            insecure=insecure,
+            fresh=fresh,
+            on_output=tell,
+            client=client,
+            **values,
+        )
     if output.json:
         output.data(built)
         return
     output.line(built.name)
     of = built.image.digest if built.image is not None else ""
     output.progress(f"{built.size_bytes >> 20} MiB of image {of}; use it: cpuos create --template {built.name}")
+
+
+@contextlib.contextmanager
+def _shown_output(output: Output, text: str) -> Iterator[Callable[[str], None] | None]:
+    """For `on_output`: a build's lines on stderr, and that it goes on while there are none; with --json no lines."""
+    with output.working(text) as work:
+        writer = GuestWriter(sys.stderr)  # made within: on a terminal its lines stand above the live one
+
+        def tell(line: str) -> None:
+            work.printed()
+            writer.write(f"{line}\n".encode())
+
+        try:
+            yield None if output.json else tell
+        finally:
+            writer.close()
 
 
 def list_templates(ctx: typer.Context, as_json: JsonOption = False) -> None:
@@ -176,15 +177,8 @@ def list_templates(ctx: typer.Context, as_json: JsonOption = False) -> None:
     output = current_output(ctx)
     with Client() as client:
         templates = Template.list(client=client)
-    if output.json:
-        output.data({"templates": templates})
-        return
-    rows = [
-        (template.name, "built here" if template.built else "installed", _size(template.size_bytes), template.digest)
-        for template in templates
-    ]
     empty = f"no template is installed; make them with: {as_root('cpuos setup')}"
-    output.table(("NAME", "ORIGIN", "SIZE", "DIGEST"), rows, empty=empty)
+    output.listing("templates", templates, ("NAME", "ORIGIN", "SIZE", "DIGEST"), _row, empty=empty)
 
 
 def inspect_template(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) -> None:
@@ -194,26 +188,25 @@ def inspect_template(ctx: typer.Context, name: NameArgument, as_json: JsonOption
     output = current_output(ctx)
     with Client() as client:
         template = Template.get(name, client=client)
-    if output.json:
-        output.data(template)
-    else:
-        output.table(("FIELD", "VALUE"), _rows(template))
+    output.fields(template, _rows(template))
 
 
-def remove_template(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) -> None:
-    """Remove a template that this workspace has built.
-
-    Refused while live sandboxes were started from it.
-    """
+def remove_template(
+    ctx: typer.Context,
+    names: Annotated[list[str], typer.Argument(help="Names of templates.", metavar="NAME…")],
+    as_json: JsonOption = False,
+) -> None:
+    """Remove templates that this workspace has built; refused while live sandboxes were started from one."""
     from cpuos import Client, Template
 
     output = current_output(ctx)
     with Client() as client:
-        Template.delete(name, client=client)
-    if output.json:
-        output.data({"name": name})
-    else:
-        output.line(name)
+        output.removed(names, lambda name: Template.delete(name, client=client))
+
+
+def _row(template: TemplateFacts) -> tuple[str, ...]:
+    origin = "built here" if template.built else "installed"
+    return template.name, origin, _size(template.size_bytes), template.digest
 
 
 def _rows(template: TemplateInfo) -> list[tuple[str, str]]:
