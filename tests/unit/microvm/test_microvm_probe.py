@@ -36,7 +36,7 @@ class Program:
         self.kvm = kvm
         self.program = path
         self.starts = 0
-        self._text = text
+        self.known_by = self._text = text
 
     def version(self) -> str:
         return "1.0"
@@ -48,7 +48,8 @@ class Program:
         word = re.search(r"--word ([0-9a-f]+|-)", machine.arguments)
         assert word
         self.starts += word[1] != "-"  # that is how it would be started, asked for to know it again
-        return ["/usr/bin/python3", "-I", "-S", "-c", self._text, word[1]]
+        text = self.known_by if word[1] == "-" else self._text
+        return ["/usr/bin/python3", "-I", "-S", "-c", text, word[1]]
 
     def launch(self, plan: Launch, machine: Machine, *, control: Path | None = None) -> tuple[int, int]:
         return launch(replace(plan, command=self.command(machine)))
@@ -191,3 +192,27 @@ async def test_that_nothing_works_is_asked_again(folder):
     assert asked.is_known()
     assert not (await prober(folder, broken).probe()).available
     assert broken.starts == 3
+
+
+async def test_a_stronger_one_that_did_not_answer_in_time_is_asked_again(folder):
+    """It was a busy hour when this node came up: what works then is used, and not for ever."""
+    slow, weak = Program(SILENT, kvm=True), Program(ANSWERS)
+    asked = prober(folder, slow, weak)
+    for _ in range(2):
+        assert (await asked.probe()).isolation is Isolation.EMULATED
+    assert slow.starts == 1
+    quick = Program(ANSWERS, kvm=True)
+    quick.known_by = SILENT  # the same VMM, as far as can be seen
+    assert (await prober(folder, quick, weak).probe()).isolation is Isolation.MICROVM
+
+
+async def test_of_two_that_are_kept_the_one_that_found_more_counts(folder):
+    dies, weak = Program(DIES, kvm=True), Program(ANSWERS)
+    await prober(folder, dies, weak).probe()
+    kept = json.loads((folder / "kept.json").read_text())
+    stronger = kept | {"findings": [{"vmm": "program", "kvm": True, "works": True, "evidence": "a guest answered"}]}
+    for first, second in ((kept, stronger), (stronger, kept)):
+        (folder / "kept.json").write_text(json.dumps(first))
+        (folder / "image" / "probe.json").write_text(json.dumps(second))
+        assert (await prober(folder, dies, weak).probe()).isolation is Isolation.MICROVM
+    assert dies.starts == 1

@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cpuos.errors import CpuosError, SetupRequired
@@ -46,6 +47,8 @@ class Finding:
     works: bool
     evidence: str
     """What was seen: the word of the guest, or what came instead of it."""
+    timed_out: bool = False
+    """Nothing came in time, which on a host that is busy says little."""
 
 
 def candidates(programs: Mapping[str, Path] | None = None, *, rates: Mapping[str, int] | None = None) -> list[Vmm]:
@@ -125,17 +128,18 @@ class Prober:
         findings = []
         for vmm in self._vmms:
             try:
-                works, evidence = await self._boot(vmm)
+                finding = await self._boot(vmm)
             except (OSError, CpuosError) as problem:
-                works, evidence = False, str(problem)
-            findings.append(Finding(vmm=vmm.name, kvm=vmm.kvm, works=works, evidence=evidence))
-            if works:
+                finding = Finding(vmm=vmm.name, kvm=vmm.kvm, works=False, evidence=str(problem))
+            findings.append(finding)
+            if finding.works:
                 break
         return findings
 
-    async def _boot(self, vmm: Vmm) -> tuple[bool, str]:
+    async def _boot(self, vmm: Vmm) -> Finding:
+        found = partial(Finding, vmm=vmm.name, kvm=vmm.kvm)
         if not vmm.program.exists():
-            return False, f"{vmm.program} is not installed"
+            return found(works=False, evidence=f"{vmm.program} is not installed")
         await asyncio.to_thread(vmm.version)  # one that is known not to hold is not tried
         word = secrets.token_hex(8)
         answer = hashlib.sha256(word.encode()).hexdigest().encode()  # the kernel prints its command line, word and all
@@ -150,16 +154,20 @@ class Prober:
         finally:
             await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
         if answer in said:
-            return True, f"a guest answered after {asyncio.get_running_loop().time() - started:.1f} s"
-        return False, _what_was_seen(vmm, said, how="before it ended" if ended else f"in {limit_s:.0f} s")
+            took_s = asyncio.get_running_loop().time() - started
+            return found(works=True, evidence=f"a guest answered after {took_s:.1f} s")
+        seen = _what_was_seen(vmm, said, how="before it ended" if ended else f"in {limit_s:.0f} s")
+        return found(works=False, evidence=seen, timed_out=not ended)
 
     def is_known(self) -> bool:
         """Whether a look at this host is kept, whatever came of it; blocks."""
         return bool(self._kept_for(_identity(find_image(self._image_dir), self._vmms)))
 
     def _read(self, identity: str) -> list[Finding] | None:
-        """What is kept and can be believed: that nothing works may be a busy hour's, and is asked again."""
-        return next((findings for findings in self._kept_for(identity) if _any_works(findings)), None)
+        """What is kept and can be believed, of two the one that found more. That nothing works, or that a stronger one
+        did not answer in time, may be a busy hour's, and is asked again."""
+        believed = [findings for findings in self._kept_for(identity) if _is_certain(findings)]
+        return min(believed, key=len, default=None)  # the first that works is the last of each
 
     def _kept_for(self, identity: str) -> list[list[Finding]]:
         found = []
@@ -181,6 +189,10 @@ class Prober:
 
 def _any_works(findings: Sequence[Finding]) -> bool:
     return any(finding.works for finding in findings)
+
+
+def _is_certain(findings: Sequence[Finding]) -> bool:
+    return _any_works(findings) and not any(finding.timed_out for finding in findings)
 
 
 def _probed(word: str) -> Machine:
