@@ -13,7 +13,7 @@ import typer
 from cpuos.cli.hints import as_root, runnable
 from cpuos.cli.installation import describe_client, describe_installation, find_client
 from cpuos.cli.output import JsonOption, Output, current_output
-from cpuos.cli.results import describe_capacity, describe_pool
+from cpuos.cli.results import describe_pool, room_rows
 from cpuos.errors import CpuosError, InvalidRequest, SetupRequired
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
         ]
         output.table(("PART", "STATE", "PID", "UP", "RESTARTS", "LOG"), rows)
         if capacity is not None:
-            output.line(describe_capacity(capacity))
+            output.table(("ROOM", "PROMISED", "AT MOST", "MACHINE"), room_rows(capacity))
         for pool in pools.values():
             output.line(describe_pool(pool))
         for alarm in alarms:

@@ -22,6 +22,7 @@ __all__ = [
     "describe_refusals",
     "describe_result",
     "exit_code_of",
+    "room_rows",
 ]
 
 TIMED_OUT = 124
@@ -77,14 +78,18 @@ def _signal_name(number: int | None) -> str:
 
 
 def describe_capacity(capacity: dict[str, Any]) -> str:
-    """The answer of /v1/capacity in one line: of each thing what is promised, the limit of that, and what there is."""
-    parts = []
-    for name, unit in {"sandboxes": "sandboxes", "cpu": "CPU", "memory_mib": "memory", "disk_mib": "disk"}.items():
-        row = capacity[name]
+    """The answer of /v1/capacity in one line."""
+    return f"promised: {', '.join(f'{used} of at most {most} {name}' for name, used, most, _ in room_rows(capacity))}"
+
+
+def room_rows(capacity: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """The answer of /v1/capacity: of each thing what is promised, the limit of that, and what the machines have."""
+    rows = []
+    for name, word in {"sandboxes": "sandboxes", "cpu": "CPU", "memory_mib": "memory", "disk_mib": "disk"}.items():
         amount = size_text if name.endswith("_mib") else _number
-        machine = f" (machine: {amount(row['machine'])})" if "machine" in row and name != "sandboxes" else ""
-        parts.append(f"{amount(row['reserved'])} of at most {amount(row['total'])} {unit}{machine}")
-    return f"promised: {', '.join(parts)}"
+        used, most, there = (amount(capacity[name][key]) for key in ("reserved", "total", "machine"))
+        rows.append((word, used, most, "" if name == "sandboxes" else there))
+    return rows
 
 
 def _number(value: float) -> str:

@@ -57,7 +57,7 @@ class Amount(Answer):
     reserved: float
     """What is promised."""
     machine: float
-    """What the nodes have."""
+    """What the nodes have. Of disk it is half of their volumes, for a sandbox may fill its number twice."""
 
 
 class Capacity(Answer):

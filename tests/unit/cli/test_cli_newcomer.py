@@ -19,7 +19,7 @@ from cpuos import Sandbox
 from cpuos.cli import copies, ports, shells
 from cpuos.cli.main import main
 from cpuos.cli.output import Output, in_future
-from cpuos.cli.results import describe_capacity, describe_end
+from cpuos.cli.results import describe_capacity, describe_end, room_rows
 from cpuos.client import TransferReport
 from cpuos.errors import CpuosError, FileProblem, InvalidRequest, SandboxGone
 from cpuos.types.port import PortAccess
@@ -170,9 +170,14 @@ def test_room_is_one_line() -> None:
         name: {"reserved": used, "total": total, "machine": there} for name, (used, total, there) in amounts.items()
     }
     assert describe_capacity(answer) == (
-        "promised: 1 of at most 64 sandboxes, 2 of at most 16 CPU (machine: 2), "
-        "512 MiB of at most 11.7 GiB memory (machine: 12.7 GiB), 8.0 GiB of at most 87.9 GiB disk (machine: 13.0 GiB)"
+        "promised: 1 of at most 64 sandboxes, 2 of at most 16 CPU, "
+        "512 MiB of at most 11.7 GiB memory, 8.0 GiB of at most 87.9 GiB disk"
     )
+    assert room_rows(answer)[:3] == [
+        ("sandboxes", "1", "64", ""),
+        ("CPU", "2", "16", "2"),
+        ("memory", "512 MiB", "11.7 GiB", "12.7 GiB"),
+    ]
 
 
 class Files:
