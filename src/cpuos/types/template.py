@@ -48,7 +48,8 @@ Package = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9+._:~=<>!\[\],*-]*$", min_length=1, max_length=200)
 ]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# Halves of surrogate pairs are no text either, though JSON can say them.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 # A host with a dot or a port, names, and a tag or a digest or both: what the registry protocol has, and nothing local.
 _HOST = r"(?:[a-z0-9][a-z0-9-]*(?:\.[a-z0-9-]+)+|localhost)(?::[0-9]{1,5})?|[a-z0-9][a-z0-9-]*:[0-9]{1,5}"
 _REFERENCE = re.compile(
