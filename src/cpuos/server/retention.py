@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -90,42 +90,52 @@ class Retention:
         self._clock = clock
         self._rules = rules
         self._archive = AuditArchive(rules.archive) if rules.archive else None
+        self._nothing_before: dict[str, datetime] = {}
+        """By kind: nothing older than this was left. It is looked for again a day later: that reads whole tables."""
 
     async def prune(self) -> None:
         """At most some thousand entries and some hundred records a call, so that nobody waits for it."""
         if self._rules.sandboxes_s:
-            await self._prune_sandboxes(self._before(self._rules.sandboxes_s))
+            await self._once_a_day("sandboxes", self._before(self._rules.sandboxes_s), self._prune_sandboxes)
         if self._rules.audit_s and self._archive is not None:
-            await self._prune_audit(self._archive, self._before(self._rules.audit_s))
+            await self._once_a_day("audit", self._before(self._rules.audit_s), self._prune_audit)
+
+    async def _once_a_day(self, kind: str, before: datetime, prune_some: Callable[[datetime], Awaitable[bool]]) -> None:
+        if self._nothing_before.get(kind) != before and not await prune_some(before):
+            self._nothing_before[kind] = before
 
     def _before(self, kept_s: float) -> datetime:
         """The midnight before which things go."""
         oldest = self._clock() - timedelta(seconds=max(kept_s, _DAY_S))
         return oldest.replace(hour=0, minute=0, second=0, microsecond=0)
 
-    async def _prune_audit(self, archive: AuditArchive, before: datetime) -> None:
+    async def _prune_audit(self, before: datetime) -> bool:
+        """False when there was nothing."""
+        assert self._archive is not None
         first = select(_audit.c.id, _audit.c.at).order_by(_audit.c.id).limit(ENTRIES_AT_ONCE).subquery()
         old = select(first.c.id).where(first.c.at < before, first.c.id.not_in(select(OpenIntent.id)))
         async with self._database.read() as connection:
             statement = select(*_audit.c).where(_audit.c.id.in_(old)).order_by(_audit.c.id)
             rows = (await connection.execute(statement)).all()
         if not rows:
-            return
+            return False
         entries = [AuditEntry.model_validate(row._mapping) for row in rows]
         try:
-            files = await asyncio.to_thread(archive.append, entries)
+            files = await asyncio.to_thread(self._archive.append, entries)
         except OSError as error:
             _log.error("audit entries stay: their archive cannot be written", error=str(error))
-            return
+            return True
         detail = {"first": rows[0].id, "last": rows[-1].id, "before": before.isoformat()}
         async with self._database.write() as connection:
             await connection.execute(delete(_audit).where(_audit.c.id.in_([row.id for row in rows])))
             for workspace, count in Counter(row.workspace for row in rows).items():
                 names = [path.name for path in files]
                 await self._note(connection, workspace, "audit.prune", {"entries": count, "files": names, **detail})
+        return True
 
-    async def _prune_sandboxes(self, before: datetime) -> None:
-        """Those of which nothing else is left: no output, no record of a connection, no snapshot."""
+    async def _prune_sandboxes(self, before: datetime) -> bool:
+        """Those of which nothing else is left: no output, no record of a connection, no snapshot. False: there was
+        none."""
         rows = _sandboxes.c
         statement = (
             select(rows.id, rows.workspace)
@@ -142,13 +152,14 @@ class Retention:
         async with self._database.read() as connection:
             found = (await connection.execute(statement)).all()
         if not found:
-            return
+            return False
         ids = [row.id for row in found]
         async with self._database.write() as connection:
             await connection.execute(delete(PortRow).where(PortRow.sandbox.in_(ids)))
             await connection.execute(delete(_sandboxes).where(rows.id.in_(ids)))
             for workspace in {row.workspace for row in found}:
                 await self._note_sandboxes(connection, workspace, found, before=before)
+        return True
 
     async def _note_sandboxes(
         self, connection: AsyncConnection, workspace: str, found: Sequence[Row[Any]], *, before: datetime
