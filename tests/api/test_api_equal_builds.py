@@ -12,6 +12,7 @@ import pytest
 
 from control_plane import Installation, Server, check_nothing_is_left, error_of, until
 from cpuos.errors import CapacityExceeded, CpuosError, LimitReached, PlatformError, SandboxGone
+from cpuos.server.db import templates as records
 from cpuos.server.templates.active import Active
 from cpuos.server.templates.failures import build_failed, too_large
 from cpuos.types.template import Build, BuildState, BuildStep, TemplateInfo
@@ -124,6 +125,29 @@ async def test_the_next_goes_on_when_the_first_is_cancelled(server: Server, work
     assert [one for one in shown if not shown[one]["reused"]] == [heir]
     assert work.begun == [heir]
     assert (await now(server, first))["state"] == "failed"
+
+
+@pytest.mark.parametrize("error", [None, failed_step(1)], ids=["made", "failed"])
+async def test_one_that_ends_before_the_other_is_on_record_is_shared_too(
+    server: Server, work: Work, monkeypatch: Any, error: CpuosError | None
+) -> None:
+    first = await build(server, "one")
+    start, held, door = server.plane.builder._start, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any) -> None:
+        held.set()
+        await door.wait()
+        await start(*args)
+
+    monkeypatch.setattr(server.plane.builder, "_start", slow)
+    waiting = asyncio.create_task(build(server, "two"))
+    await held.wait()
+    await work.end(first, error)
+    await until(lambda: not server.plane.builder._flights._flights)
+    door.set()
+    second = await ended(server, await waiting)
+    assert second["state"] == ("ready" if error is None else "failed")
+    assert work.begun == [first]
 
 
 OWN = {
@@ -258,8 +282,6 @@ async def test_nobody_takes_over_from_a_server_that_stops(installation: Installa
 
 
 async def test_a_build_that_is_not_on_record_lets_the_next_go_on(server: Server, work: Work, monkeypatch: Any) -> None:
-    from cpuos.server.db import templates as records
-
     insert = records.insert_build
     held = asyncio.Event()
 
