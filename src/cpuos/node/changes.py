@@ -12,6 +12,8 @@ from cpuos.types.node import SandboxFacts
 __all__ = ["ChangeFeed"]
 
 MAX_ENDED = 4096
+GOOD_NEWS_S = 0.25
+"""Nobody waits for the word that a sandbox runs: of many creates one is told."""
 
 
 class ChangeFeed:
@@ -25,6 +27,7 @@ class ChangeFeed:
         self._seq = self._floor = int(now() * 1e6)
         self._latest: OrderedDict[str, tuple[int, SandboxFacts]] = OrderedDict()
         self._changed = asyncio.Event()
+        self._telling: asyncio.TimerHandle | None = None
         self._closed = False
 
     def close(self) -> None:
@@ -37,6 +40,15 @@ class ChangeFeed:
         self._latest[facts.id] = (self._seq, facts)
         self._latest.move_to_end(facts.id)
         self._forget_ended()
+        if not facts.alive or facts.paused:
+            self._tell()
+        elif self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(GOOD_NEWS_S, self._tell)
+
+    def _tell(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
         self._changed.set()
         self._changed = asyncio.Event()
 

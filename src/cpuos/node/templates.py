@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from cpuos.types.template import BUILT_IMAGE_PATTERN
 __all__ = ["Template", "Templates"]
 
 log = structlog.get_logger("cpuos.node")
+_Signs = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +29,14 @@ class Template:
 
 
 class Templates:
-    """Folders with one folder a template: `root.erofs` and `manifest.json`. Read anew at each call: they are few."""
+    """Folders with one folder a template: `root.erofs` and `manifest.json`. Looked at anew at each call, and read where
+    one of the two is another file than before."""
 
     def __init__(self, folder: Path, *, built: Path | None = None) -> None:
         """`built` holds the images of builds, apart from what set-up made."""
         self._folder = folder
         self._built = built
+        self._read_before: dict[Path, tuple[_Signs, Template]] = {}
 
     def get(self, name: str) -> Template:
         template = self._read(self._home(name) / name)
@@ -71,17 +75,30 @@ class Templates:
 
     def _read(self, folder: Path) -> Template | None:
         try:
+            signs = _signs_of(folder)
+            known = self._read_before.get(folder)
+            if known is not None and known[0] == signs:
+                return known[1]
             manifest = json.loads((folder / "manifest.json").read_bytes())
             image = folder / "root.erofs"
             size_bytes = image.stat().st_size
             if manifest["name"] != folder.name or size_bytes != manifest["size"]:
                 raise ValueError("the manifest is of another template or image")
-            return Template(name=folder.name, digest=str(manifest["digest"]), size_bytes=size_bytes, image=image)
+            template = Template(name=folder.name, digest=str(manifest["digest"]), size_bytes=size_bytes, image=image)
+            self._read_before[folder] = (signs, template)
+            return template
         except FileNotFoundError:
+            self._read_before.pop(folder, None)
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("template unreadable", template=folder.name, error=str(error))
             return None
+
+
+def _signs_of(folder: Path) -> _Signs:
+    """Others once either file was written or replaced."""
+    facts = [os.stat(folder / name) for name in ("manifest.json", "root.erofs")]
+    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in facts)
 
 
 def _is_built(name: str) -> bool:

@@ -14,6 +14,7 @@ from cpuos.node.pool.keeper import Keeper, Plan, make_plan, room_under
 from cpuos.node.pool.pressure import Pressure, read_pressure
 from cpuos.node.pool.shape import Shape, shape_of_record
 from cpuos.node.pool.wishes import HALF_LIFE_S, REMEMBERED_S, Wishes, share_out
+from cpuos.testing.waiting import until
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CALM, HIGH = Pressure(is_high=False), Pressure(is_high=True)
@@ -167,6 +168,30 @@ async def test_nothing_is_made_while_a_create_goes_on():
     keeper.end_work()
     await work.changed.wait()
     assert work.filled == [A]
+    await keeper.close()
+
+
+async def test_a_look_waits_for_the_end_of_creates_but_not_for_ever():
+    work = Work()
+    planned = []
+
+    async def plan():
+        planned.append(1)
+        return Plan(surplus=[], short=[])
+
+    keeper = Keeper(plan=plan, fill=work.fill, discard=work.discard, settle_s=0.0, round_s=0.2)
+    keeper.start()
+    await until(lambda: planned)
+    keeper.begin_work()
+    planned.clear()
+    keeper.ask()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not planned
+    await until(lambda: planned)  # the create has not ended
+    keeper.end_work()
+    planned.clear()
+    await until(lambda: planned)
     await keeper.close()
 
 

@@ -4,6 +4,7 @@ processors; those that nobody wants, that are old, or for which there is no room
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,7 @@ class Keeper:
         self._quiet_from = asyncio.get_running_loop().time() + self._settle_s
         if not self._working:
             self._idle.set()
+        self.ask()
 
     async def _keep(self) -> None:
         retry_s = self._retry_s
@@ -117,6 +119,7 @@ class Keeper:
                     await self._asked.wait()
             except TimeoutError:
                 pass
+            await self._let_work_end()
             self._asked.clear()
 
     async def _round(self) -> bool:
@@ -131,6 +134,12 @@ class Keeper:
         if plan.short:
             await self._fill(plan.short[0])
         return bool(plan.short)
+
+    async def _let_work_end(self) -> None:
+        """A look takes its share of the processors too; what does not end is not waited for."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._round_s):
+                await self._until_quiet()
 
     async def _until_quiet(self) -> None:
         """No create goes on, and none has for a moment."""

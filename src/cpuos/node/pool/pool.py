@@ -39,7 +39,8 @@ _UNIT_BYTES = 64 << 20
 _CLOSE_S = 4.0
 SNAPSHOT_LASTS_S = 5.0
 NEWS_S = 0.03
-"""Of a burst of creates one word is told."""
+TAKEN_S = 0.25
+"""So much later is it told that one was taken: who took it knows, and of a burst of creates one word is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,7 @@ class Pool:
         """When a snapshot was first asked for."""
         self._seq = int(time.time() * 1e6)
         self._changed = asyncio.Event()
+        self._telling: asyncio.TimerHandle | None = None
         self._closed = False
         self._taken = self._missed = self._filled = 0
         lives.on_given_up(self._given_up)
@@ -157,8 +159,7 @@ class Pool:
         """The ready one of this id, if it fits; from here on nobody else has it. One that does not fit goes."""
         shape = shape_of(request, digest=digest)
         if self.is_on and is_for_anyone(request):
-            self._wishes.note(shape)
-            self._keeper.ask()
+            self._wishes.note(shape)  # the keeper looks when the create is over
         record = self._ledger.find(request.id)
         if record is None or record.stage is not Stage.READY:
             self._missed += is_for_anyone(request)
@@ -168,7 +169,7 @@ class Pool:
             return None
         self._taking[record.id] = record
         self._ledger.begin(record.becomes(Stage.CREATING))
-        self._tell()
+        self._tell_later()
         return record
 
     async def take(self, ready: Record, request: NodeSandboxCreate) -> Record:
@@ -250,7 +251,15 @@ class Pool:
     def _forget(self, sandbox_id: str) -> None:
         self._bytes.pop(sandbox_id, None)
 
+    def _tell_later(self) -> None:
+        self._seq += 1
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TAKEN_S, self._tell)
+
     def _tell(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
         self._seq += 1
         self._changed.set()
         self._changed = asyncio.Event()

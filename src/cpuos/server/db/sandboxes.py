@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Row, Select, and_, insert, or_, select, update
+from sqlalchemy import Row, Select, and_, bindparam, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cpuos.errors import Conflict, NotFound
@@ -34,6 +34,9 @@ _INSERT = insert(_rows).returning(*_rows.c)
 _LIVE = [state.value for state in LIVE_STATES]
 _IN_BETWEEN = [state.value for state in TRANSITIONAL_STATES]
 _SETTLED = [state.value for state in LIVE_STATES - TRANSITIONAL_STATES]
+_OVER = and_(_rows.c.state.in_(_SETTLED), _rows.c.expires_at <= bindparam("now", type_=_rows.c.expires_at.type))
+_DUE = select(*_rows.c).where(or_(_rows.c.state.in_(_IN_BETWEEN), _OVER))
+_ONE = select(*_rows.c).where(_rows.c.id == bindparam("id"))
 
 
 async def advance(
@@ -76,7 +79,7 @@ async def update_fields(connection: AsyncConnection, row: Row[Any], **changes: A
 
 
 async def row_of(connection: AsyncConnection, sandbox_id: str) -> Row[Any] | None:
-    return (await connection.execute(_select().where(_rows.c.id == sandbox_id))).one_or_none()
+    return (await connection.execute(_ONE, {"id": sandbox_id})).one_or_none()
 
 
 async def resolve(connection: AsyncConnection, workspace: str, ref: str) -> Row[Any]:
@@ -133,8 +136,7 @@ async def live_rows(connection: AsyncConnection) -> Sequence[Row[Any]]:
 async def due_rows(connection: AsyncConnection, *, now: datetime) -> Sequence[Row[Any]]:
     """The live sandboxes of all workspaces of which the clock alone may ask something: those between two states, and
     those whose time is over. Of a thousand that are known these are few."""
-    over = and_(_rows.c.state.in_(_SETTLED), _rows.c.expires_at <= now)
-    return (await connection.execute(_select().where(or_(_rows.c.state.in_(_IN_BETWEEN), over)))).all()
+    return (await connection.execute(_DUE, {"now": now})).all()
 
 
 async def find_sandboxes(connection: AsyncConnection, ids: Collection[str]) -> Sequence[Row[Any]]:
