@@ -36,7 +36,7 @@ def mirrors(ctx: typer.Context, as_json: JsonOption = False) -> None:
                 "port": one.port,
                 "address": None if one.address is None else str(one.address),
                 "blocked": one.blocked,
-                "exception": one.exception if one.blocked else None,
+                "exception": one.exception,
             }
             for one in found
         ]
@@ -47,8 +47,12 @@ def mirrors(ctx: typer.Context, as_json: JsonOption = False) -> None:
             state = "not resolved now"
         else:
             state = f"{one.address}, " + (f"blocked: {one.blocked}" if one.blocked else "reached as any other")
+            if one.blocked and one.exception is None:
+                state += ", where no mirror should lie: no exception is proposed"
         output.progress(f"{one.used_by}  {one.name}:{one.port}  {state}")
     if setting := exceptions_setting(found, present=present):
         output.line(setting)
     else:
-        output.progress("no exception is needed" if found else "neither apt nor pip names a mirror")
+        blocked = any(one.blocked for one in found)
+        told = "no exception is proposed" if blocked else "no exception is needed"
+        output.progress(told if found else "neither apt nor pip names a mirror")

@@ -34,6 +34,11 @@ known.load()
 print(dict(known.items()).get("global.index-url", PyPI.simple_url))
 """
 
+# Where no mirror lies, but this host, its neighbours or a cloud's credentials. Who names hosts here may be an index that
+# is not to be trusted so far, or whoever answers for its names.
+_NEVER = frozenset({"this network", "loopback", "cloud platform", "link-local", "protocol assignments", "multicast"})
+_METADATA = frozenset({IPv4Address("100.100.100.200")})
+
 Resolve = Callable[[str], IPv4Address | None]
 ReadPage = Callable[[str], str]
 
@@ -52,8 +57,10 @@ class Mirror:
     """Why no sandbox reaches it without an exception; None: sandboxes whose policy allows the name do."""
 
     @property
-    def exception(self) -> str:
-        """As it is written in the setting `network_exceptions`."""
+    def exception(self) -> str | None:
+        """As it is written in the setting `network_exceptions`; None: none is needed, or none is proposed."""
+        if self.blocked is None or self.blocked in _NEVER or self.address in _METADATA:
+            return None
         return f"{self.name}={self.address}:{self.port}"
 
 
@@ -89,7 +96,7 @@ def find_mirrors(
 
 def exceptions_setting(mirrors: Iterable[Mirror], *, present: Sequence[str] = ()) -> str:
     """The line of `config.toml` that lets sandboxes reach these and the `present` ones; empty: none is needed."""
-    needed = [mirror.exception for mirror in mirrors if mirror.blocked is not None]
+    needed = [mirror.exception for mirror in mirrors if mirror.exception is not None]
     if not needed:
         return ""
     listed = ", ".join(f'"{text}"' for text in dict.fromkeys([*present, *needed]))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import cpuos.setup.mirrors as mirrors
 from cpuos.cli.main import app
 from cpuos.setup.mirrors import exceptions_setting, find_mirrors
+from cpuos.types.blocked import ALWAYS_BLOCKED, BlockedRange
 from cpuos.types.exceptions import parse_exceptions
 
 ADDRESSES = {
@@ -81,6 +82,49 @@ def test_what_is_reached_as_any_other_needs_none(tmp_path: Path) -> None:
     (found,) = find(tmp_path, index="https://public.example/simple/", page="")
     assert (found.address, found.blocked) == (ADDRESSES["public.example"], None)
     assert exceptions_setting([found]) == ""
+
+
+@pytest.mark.parametrize("blocked", ALWAYS_BLOCKED, ids=lambda blocked: str(blocked.network))
+def test_no_index_gets_an_exception_for_this_host_or_a_clouds_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: BlockedRange
+) -> None:
+    """It names hosts, and whoever answers for these names says where they lie."""
+    inside = {"files.index.example": blocked.network[blocked.network.num_addresses // 2]}
+
+    def here() -> list[mirrors.Mirror]:
+        page = '<a href="https://files.index.example/pip-2.0.whl">pip</a>'
+        return find_mirrors(
+            apt_folder=tmp_path,
+            codename="x",
+            index="https://public.example/simple",
+            resolve=(ADDRESSES | inside).get,
+            read_page=lambda url: page,
+        )
+
+    found = here()[-1]
+    assert found.blocked == blocked.name
+    if blocked.name in ("private", "shared", "benchmarking", "documentation", "6to4 relay", "reserved"):
+        assert exceptions_setting([found]) == f'network_exceptions = ["{found.name}={found.address}:443"]'
+        return
+    assert exceptions_setting([found]) == ""
+    monkeypatch.setattr(mirrors, "find_mirrors", here)
+    ran = CliRunner().invoke(app, ["mirrors"])
+    assert (ran.exit_code, ran.stdout) == (0, "")
+    assert "no exception is proposed" in ran.stderr
+
+
+def test_a_clouds_metadata_in_a_shared_range_is_no_mirror(tmp_path: Path) -> None:
+    def resolve(name: str) -> IPv4Address:
+        return IPv4Address("100.100.100.200")
+
+    (found,) = find_mirrors(
+        apt_folder=tmp_path,
+        codename="x",
+        index="http://index.example/simple",
+        resolve=resolve,
+        read_page=lambda url: "",
+    )
+    assert (found.blocked, exceptions_setting([found])) == ("shared", "")
 
 
 def test_one_that_does_not_resolve_is_shown_and_not_excepted(tmp_path: Path) -> None:
