@@ -34,8 +34,8 @@ known.load()
 print(dict(known.items()).get("global.index-url", PyPI.simple_url))
 """
 
-# Where no mirror lies, but this host, its neighbours or a cloud's credentials. Who names hosts here may be an index that
-# is not to be trusted so far, or whoever answers for its names.
+# Where no mirror lies, but this host, its neighbours or a cloud's credentials. Who names hosts here may be an index
+# that is not to be trusted so far, or whoever answers for its names.
 _NEVER = frozenset({"this network", "loopback", "cloud platform", "link-local", "protocol assignments", "multicast"})
 _METADATA = frozenset({IPv4Address("100.100.100.200")})
 
