@@ -103,6 +103,8 @@ def _hint_by_code(error: CpuosError, arguments: list[str]) -> str:
             return "cpuos ls --all"
         case "template_not_found" if "--template" in arguments and (found := _TEMPLATE.match(hint)):
             return _with_value(arguments, "--template", found[1])
+        case "invalid_request" if is_command(error.hint):
+            return runnable(hint)  # it knows better than its field alone
         case "invalid_request" if (option := _option_of(error)) and option[0] in arguments:
             return _with_value(arguments, *option)
         case "invalid_request" if arguments[:1] in ([], ["create"]) and _is_of_create(error) and option and option[1]:

@@ -228,3 +228,9 @@ def test_a_name_that_is_near_is_put_into_the_line() -> None:
     error = NotFound("cannot find template: 'pyton'", "", code="template_not_found", hint="cpuos x", details=near)
     assert hint_of(error, ["template", "inspect", "pyton", "--json"]) == "cpuos template inspect python --json"
     assert hint_of(error, ["template", "rm", "pyton"]) == "cpuos x", "what removes is for its user to write"
+
+
+def test_an_error_that_names_a_command_knows_better_than_its_field() -> None:
+    why = "no policy opens that"
+    blocked = InvalidRequest("cannot allow 10.0.0.0/8", why, hint="cpuos doctor", details={"field": "allow"})
+    assert hint_of(blocked, ["net", "--workspace", "--allow", "10.0.0.0/8"]) == "cpuos doctor"
