@@ -200,12 +200,21 @@ class Upkeep:
     async def _remove_orphans(self) -> None:
         """What is on the host under this instance's names and no record owns."""
         for sandbox_id in sorted(await self._kit.assembly.leftovers()):
-            record = self._ledger.find(sandbox_id)  # looked up last: a create may have begun meanwhile
-            if record is not None and record.stage is not Stage.GONE:
-                continue
-            log.warning("orphan found", sandbox=sandbox_id)
-            try:
-                steps = self._kit.assembly.end_steps(sandbox_id, runtimes=list(self._kit.runtimes))
-                await run_steps("orphan", steps, checkpoint=self._kit.checkpoint)
-            except Exception:
-                log.exception("orphan not removed", sandbox=sandbox_id)
+            lock = self._ledger.lock(sandbox_id)
+            if lock.locked():
+                continue  # a verb is at it
+            # The next generation of one that was deleted has its name: what is made meanwhile waits, or is known here.
+            async with lock:
+                record = self._ledger.find(sandbox_id)
+                if record is None or record.stage is Stage.GONE:
+                    await self._remove_orphan(sandbox_id)
+            if self._ledger.find(sandbox_id) is None:
+                self._ledger.drop_lock(sandbox_id)
+
+    async def _remove_orphan(self, sandbox_id: str) -> None:
+        log.warning("orphan found", sandbox=sandbox_id)
+        try:
+            steps = self._kit.assembly.end_steps(sandbox_id, runtimes=list(self._kit.runtimes))
+            await run_steps("orphan", steps, checkpoint=self._kit.checkpoint)
+        except Exception:
+            log.exception("orphan not removed", sandbox=sandbox_id)

@@ -258,3 +258,42 @@ async def test_marks_of_deleted_sandboxes_are_forgotten_after_a_while(node, aski
     await node.service.sweep()
     assert node.service.ledger.find(A) is None
     assert list((node.settings.node_state_dir / "journal").iterdir()) == []
+
+
+async def test_what_is_left_of_one_is_removed_before_its_next_generation_is_made(node, asking, monkeypatch):
+    """A sweep whose list is older than the end of a delete, and a sandbox that is made anew under its id."""
+    await node.client.create(asking())
+    assembly, disks, order = node.service._assembly, node.parts.disks, []
+    listed, reached, gate = await assembly.leftovers(), asyncio.Event(), asyncio.Event()
+    await node.client.delete(A, generation=1)
+    remove, create = disks.remove, disks.create
+
+    async def leftovers():
+        return listed
+
+    async def remove_late(sandbox_id):
+        reached.set()
+        await gate.wait()
+        await remove(sandbox_id)
+        order.append("removed")
+
+    async def create_noted(sandbox_id, **values):
+        order.append("created")
+        return await create(sandbox_id, **values)
+
+    monkeypatch.setattr(assembly, "leftovers", leftovers)
+    monkeypatch.setattr(disks, "remove", remove_late)
+    monkeypatch.setattr(disks, "create", create_noted)
+    sweep = asyncio.create_task(node.service.sweep())
+    await reached.wait()
+    making = asyncio.create_task(node.client.create(asking(generation=2)))
+    await until(lambda: node.service.ledger.find(A).generation == 2)
+    for _ in range(1000):  # as far as it comes
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(sweep, making)
+    assert order == ["removed", "created"]
+    assert disks.path(A).is_dir()
+    await node.service.sweep()  # of one that is there again nothing is removed, whatever the list says
+    assert order == ["removed", "created"]
+    assert (await node.client.get(A)).alive
