@@ -15,17 +15,17 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from chaos_boxes import LOOK, Box, Seen, Snap
 from cpuos import Client, Sandbox, Snapshot
 from cpuos.errors import ERRORS, CpuosError
 from cpuos.testing.instance import Instance
 from cpuos.testing.waiting import wait_until
 from cpuos.types.sandbox import Recreated, SandboxState
 
-__all__ = ["SHAPE", "Box", "Chaos", "Snap"]
+__all__ = ["SHAPE", "Chaos"]
 
 S = SandboxState
 SHAPE = {"template": "base", "cpu": 1, "memory": "256MiB", "disk": "64MiB", "timeout": "1h"}
@@ -34,10 +34,9 @@ CALL_S = 200.0
 # Without a fork: for a moment that would be a second process of its name.
 _COUNTER = """mkfifo /tmp/never; exec -a chaos-counter bash -c '
 exec 3<>/tmp/never; n=0; while :; do n=$((n+1)); echo $n >/tmp/n; read -t 1 -u 3; done'"""
+_CALL = "call"
 _WRITE = """set -e; mkdir -p c ~/c; yes {name} | head -n {lines} > ~/c/{name}
 cp ~/c/{name} c/.{name}; sync c/.{name}; mv c/.{name} c/{name}; sync c"""
-_LOOK = """pgrep -fc '^chaos-counte[r]'; echo "came to $(cat /tmp/n)"
-cd /workspace/c && sha256sum f-* || true; echo; cd ~/c && sha256sum f-* || true"""
 _LINES = 500
 # Parts are away, states change under a call, a sandbox was killed: answers that say so. All else is a fault.
 _AWAY = {"server_unavailable", "gateway_unavailable", "node_unavailable", "idempotency_in_progress"}
@@ -45,43 +44,6 @@ _MOVED = {"wrong_state", "sandbox_paused", "freeze_failed", "agent_unresponsive"
 _ENDED = {"sandbox_lost", "sandbox_stopped"}
 _NEVER = datetime.min.replace(tzinfo=UTC)
 _SNAPSHOTS = {"snapshot_not_found", "snapshot_in_use"}
-
-
-@dataclass(kw_only=True)
-class Box:
-    """A sandbox as its clients know it."""
-
-    id: str
-    acknowledged: set[str] = field(default_factory=set)
-    """Files that must be there."""
-    tried: set[str] = field(default_factory=set)
-    """Files that may be there."""
-    home: set[str] = field(default_factory=set)
-    """Those of `acknowledged` that must be outside of /workspace too: of one that was made anew what was saved."""
-    home_when_shot: set[str] = field(default_factory=set)
-    written_at: dict[str, datetime] = field(default_factory=dict)
-    """Not of what it was born with."""
-    count: int | None = None
-    """What its counting process had come to; None: it has none."""
-    shot: bool = False
-    """Its process was killed by SIGKILL, and it was not made anew since."""
-    lives: int = 1
-    """One more each time it was made anew."""
-    generation: int = 1
-    """Of the last of these."""
-    ended: bool = False
-    """Its kill was asked for."""
-    pauses: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snap:
-    id: str
-    acknowledged: frozenset[str]
-    tried: frozenset[str]
-    home: frozenset[str]
-    count: int | None
-    """None: it was saved without processes."""
 
 
 class Chaos:
@@ -97,9 +59,10 @@ class Chaos:
         self.snaps: dict[str, Snap] = {}
         self.faults: list[str] = []
         self.tally: Counter[str] = Counter()
-        self.unknown_outcomes = 0
-        """Creates, forks and snapshots that may have been made though their caller was not told."""
         self._begun = 0
+        self._calls = 0
+        self._untold: list[tuple[str, str]] = []
+        """Verbs of calls that failed, each with the label of what it may have made, or what it was to end."""
         self._names = 0
         self._lock = threading.Condition()
         self._mine = threading.local()
@@ -184,7 +147,7 @@ class Chaos:
 
     def _client(self, number: int) -> None:
         dice = random.Random(f"{self.seed} client {number}")
-        self._mine.outcome = ""
+        self._mine.outcome, self._mine.untold = "", None
         client = self.instance.client()
         verbs: dict[Callable[[random.Random, Client], None], int] = {
             self.create: 8,
@@ -218,10 +181,37 @@ class Chaos:
             verb(dice, client)
             if self._mine.outcome in _AWAY:
                 wait_until(lambda: is_well(client), within_s=CALL_S)  # else all that is left meets nothing but this
+            if self._mine.untold is not None:
+                self._end_untold(client, *self._mine.untold)
+                self._untold.append(self._mine.untold)
+                self._mine.untold = None
+
+    def end_untold(self, client: Client) -> None:
+        """What a failed call went on with after its caller had looked."""
+        for verb, what in self._untold:
+            self._end_untold(client, verb, what)
+
+    def _end_untold(self, client: Client, verb: str, what: str) -> None:
+        """As a caller who was not told how it ended: what was made is found by its label, what is to end is ended."""
+        until, boxes, snaps = time.monotonic() + CALL_S, [], []
+        while time.monotonic() < until:
+            with contextlib.suppress(CpuosError):
+                boxes = [one for one in Sandbox.list(client=client) if what in (one.id, one.labels.get(_CALL))]
+                snaps = [one for one in Snapshot.list(client=client) if what in (one.id, one.labels.get(_CALL))]
+                if not boxes and not snaps:
+                    return
+                for box in boxes:
+                    Sandbox.connect(box.id, client=client).kill()
+                for snap in snaps:
+                    Snapshot.get(snap.id, client=client).delete()
+                with self._lock:
+                    self.tally[f"{verb}: made, untold"] += len(boxes) + len(snaps)
+            time.sleep(0.2)
+        self.wrong(f"{verb}: what it may have made ({what}) does not end: {boxes} {snaps}")
 
     def create(self, dice: random.Random, client: Client) -> None:
-        with self._call("create", makes=True):
-            sandbox = Sandbox.create(client=client, **SHAPE)
+        with self._call("create", makes=True) as labels:
+            sandbox = Sandbox.create(client=client, labels=labels, **SHAPE)
             box = Box(id=sandbox.id)
             self._add(box)
             self._begin_count(box, sandbox)
@@ -238,30 +228,20 @@ class Chaos:
         snap = self._pick_snap(dice)
         if snap is None:
             return
-        with self._call("create from snapshot", makes=True, allowed=_SNAPSHOTS):
-            self._add(self._born(Sandbox.create(snapshot=snap.id, timeout="1h", client=client).id, snap))
+        with self._call("create from snapshot", makes=True, allowed=_SNAPSHOTS) as labels:
+            made = Sandbox.create(snapshot=snap.id, timeout="1h", labels=labels, client=client)
+            self._add(snap.born(made.id))
 
     def fork(self, dice: random.Random, client: Client) -> None:
         if (box := self._pick(dice)) is None:
             return
-        with self._call("fork", box=box, makes=True):
-            before = self._moment(box)
-            made = Sandbox.connect(box.id, client=client).fork(dice.choice([1, 1, 2]))
+        with self._call("fork", box=box, makes=True) as labels:
+            with self._lock:
+                before = box.moment()
+            made = Sandbox.connect(box.id, client=client).fork(dice.choice([1, 1, 2]), labels=labels)
             moment = self._snap("", box, before, memory=True)
             for sandbox in made:
-                self._add(self._born(sandbox.id, moment))
-
-    def _moment(self, box: Box) -> Box:
-        """What it has now at least."""
-        with self._lock:
-            return Box(
-                id=box.id,
-                acknowledged=set(box.acknowledged),
-                home=set(box.home),
-                count=box.count,
-                shot=box.shot,
-                lives=box.lives,
-            )
+                self._add(moment.born(sandbox.id))
 
     def _snap(self, snapshot_id: str, box: Box, before: Box, *, memory: bool) -> Snap:
         """Of one that was `before` when it began. One that was made anew meanwhile may be of before or after that."""
@@ -278,10 +258,11 @@ class Chaos:
     def snapshot(self, dice: random.Random, client: Client) -> None:
         if (box := self._pick(dice)) is None:
             return
-        with self._call("snapshot", box=box, makes=True):
+        with self._call("snapshot", box=box, makes=True) as labels:
             memory = dice.random() < 0.75
-            before = self._moment(box)
-            made = Sandbox.connect(box.id, client=client).snapshot(memory=memory)
+            with self._lock:
+                before = box.moment()
+            made = Sandbox.connect(box.id, client=client).snapshot(memory=memory, labels=labels)
             snap = self._snap(made.id, box, before, memory=memory)
             with self._lock:
                 self.snaps[snap.id] = snap
@@ -292,7 +273,7 @@ class Chaos:
             return
         with self._lock:
             self.snaps.pop(snap.id, None)  # whatever comes of it: it may be gone
-        with self._call("delete snapshot", allowed=_SNAPSHOTS):
+        with self._call("delete snapshot", ends=snap.id, allowed=_SNAPSHOTS):
             Snapshot.get(snap.id, client=client).delete()
 
     def write(self, dice: random.Random, client: Client) -> None:
@@ -391,7 +372,7 @@ class Chaos:
         box.ended = True
         with self._lock:
             self.boxes.pop(box.id, None)
-        with self._call("kill", box=box):
+        with self._call("kill", box=box, ends=box.id):
             Sandbox.connect(box.id, client=client).kill()
 
     def look(self, box: Box, client: Client, *, root: bool = True) -> None:
@@ -399,17 +380,15 @@ class Chaos:
         with self._lock:
             must, home, count, lives = set(box.acknowledged), set(box.home), box.count, box.lives
         sandbox = Sandbox.connect(box.id, client=client)
-        result = sandbox.exec(_LOOK, timeout="120s")
+        result = sandbox.exec(LOOK, timeout="120s")
         if result.status != "exited":
             return  # it was cut off, and says so
         with self._lock:
             may = set(box.tried)
             if box.shot or box.lives != lives:  # which of its lives this is of is not known
                 home, count = set(), None
-        text, _, elsewhere = result.stdout.partition("\n\n") if must else (result.stdout, "", "")
-        counters, counted, *workspace = text.split("\n")
-        for place, lines in (("/workspace", workspace), ("~", elsewhere.split("\n")))[: 2 if root else 1]:
-            found = {line.split()[1]: line.split()[0] for line in lines if " " in line}
+        seen = Seen.read(result.stdout)
+        for place, found in (("/workspace", seen.workspace), ("~", seen.home))[: 2 if root else 1]:
             torn = {name for name, digest in found.items() if digest != _digest(name)}
             needed = must
             if place == "~":
@@ -420,27 +399,16 @@ class Chaos:
             if (strange := found.keys() - may) or torn:
                 self.wrong(f"{box.id} has in {place} what is not its own: {sorted(strange)}, or torn: {sorted(torn)}")
         if count is not None:
-            counted = counted.removeprefix("came to ")
-            told = int(counted or 0)
             reason = sandbox.refresh().reason
-            if counters != "1" or (counted and told < count):
-                self.wrong(f"{box.id}: {counters} processes count, to {told}, it was {count}; {reason!r}")
-            box.count = max(count, told)
+            if seen.counters != "1" or (seen.count is not None and seen.count < count):
+                self.wrong(f"{box.id}: {seen.counters} processes count, to {seen.count}, it was {count}; {reason!r}")
+            box.count = max(count, seen.count or 0)
 
     # what they have of it
 
     def _add(self, box: Box) -> None:
         with self._lock:
             self.boxes[box.id] = box
-
-    def _born(self, sandbox_id: str, snap: Snap) -> Box:
-        return Box(
-            id=sandbox_id,
-            acknowledged=set(snap.acknowledged),
-            tried=set(snap.tried),
-            home=set(snap.home),
-            count=snap.count,
-        )
 
     def _pick(self, dice: random.Random) -> Box | None:
         with self._lock:
@@ -460,14 +428,18 @@ class Chaos:
         box: Box | None = None,
         makes: bool = False,
         waits: bool = False,
+        ends: str = "",
         allowed: set[str] = frozenset(),
-    ) -> Iterator[None]:
+    ) -> Iterator[dict[str, str]]:
         """A call ends with its result or an error that may come, in its time. One that `waits` does so while the
-        sandbox is paused."""
+        sandbox is paused. What it `makes` has the labels that this yields."""
+        with self._lock:
+            self._calls += 1
+            label = str(self._calls)
         began, pauses, lives = time.monotonic(), box.pauses if box else 0, box.lives if box else 0
         outcome = "ok"
         try:
-            yield
+            yield {_CALL: label}
         except CpuosError as error:
             outcome = error.code
             what = f"{verb} of {box.id if box else ''}: {error.code}: {error}"
@@ -483,8 +455,10 @@ class Chaos:
                         self.gone[box.id] = box
                     if told_of_now and not (box.shot or box.ended):
                         self.faults.append(what)
-            if makes and error.code in _AWAY:
-                self.unknown_outcomes += 1
+            if makes:
+                self._mine.untold = (verb, label)
+            elif ends and error.code not in _ENDED | {"snapshot_not_found"}:
+                self._mine.untold = (verb, ends)
         took = time.monotonic() - began
         if took > CALL_S and not (waits and box is not None and box.pauses != pauses):
             self.wrong(f"{verb} took {took:.0f} s: {outcome}")
