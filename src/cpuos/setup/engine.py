@@ -32,6 +32,9 @@ class Step:
     run: Callable[[Host], None]
     download_mib: int = 0
     disk_mib: int = 0
+    """What it leaves."""
+    work_mib: int = 0
+    """What it takes beside that until it is done."""
     duration_s: int = 1
     """Rough time on two cores and a fair line."""
 
@@ -135,7 +138,8 @@ def _failure(step: Step, why: str, *, log_path: Path, hint: str) -> SetupRequire
 
 
 def _require_room(settings: Settings, pending: Sequence[Step]) -> None:
-    needed = sum(step.disk_mib for step in pending)
+    # They come one after the other.
+    needed = sum(step.disk_mib for step in pending) + max((step.work_mib for step in pending), default=0)
     free = shutil.disk_usage(settings.data_dir).free >> 20
     if free < needed:
         raise SetupRequired(

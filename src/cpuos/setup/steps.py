@@ -44,6 +44,7 @@ def _template_step(template: Template) -> Step:
         run=partial(build_template, template=template),
         download_mib=template.download_mib,
         disk_mib=template.disk_mib,
+        work_mib=template.disk_mib,  # its root as files, of which the image is made
         duration_s=template.build_s,
     )
 

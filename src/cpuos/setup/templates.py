@@ -62,8 +62,10 @@ class Template:
     summary: str
     packages: tuple[str, ...]
     download_mib: int
+    """Beyond what the standard ones have fetched: a package is kept for all."""
     build_s: int
     disk_mib: int
+    """Of the image, and of these packages."""
     standard: bool = True
     """Built by every set-up; else only when it is asked for."""
     distributions: tuple[str, ...] = ("debian", "ubuntu")
@@ -97,18 +99,18 @@ TEMPLATES = (
         name="node",
         summary="Node.js with npm, and all of base",
         packages=(*_BASE.split(), *_NODE.split()),
-        download_mib=60,
+        download_mib=40,
         build_s=60,
-        disk_mib=500,
+        disk_mib=550,
         standard=False,
     ),
     Template(
         name="browser",
         summary="Chromium with fonts, Playwright for Python, and all of python",
         packages=(*_BASE.split(), *_PYTHON.split(), *_BROWSER.split()),
-        download_mib=470,
+        download_mib=270,
         build_s=180,
-        disk_mib=2700,
+        disk_mib=2500,
         standard=False,
         distributions=("debian",),
         wheels="browser.txt",
@@ -119,9 +121,9 @@ TEMPLATES = (
         name="computer",
         summary="LibreOffice, pandoc, typst, PDF, image, sound and film tools, OCR, and all of python",
         packages=(*_BASE.split(), *_PYTHON.split(), *_COMPUTER.split()),
-        download_mib=560,
+        download_mib=320,
         build_s=240,
-        disk_mib=3200,
+        disk_mib=2900,
         standard=False,
         wheels="computer.txt",
         program="typst",
@@ -130,9 +132,9 @@ TEMPLATES = (
         name="devbox",
         summary="compilers, CMake, Go, Rust, Node.js, Python, debuggers, and all of base",
         packages=(*_BASE.split(), *_PYTHON.split(), *_NODE.split(), *_DEVBOX.split()),
-        download_mib=700,
+        download_mib=230,
         build_s=300,
-        disk_mib=3500,
+        disk_mib=2800,
         standard=False,
     ),
 )

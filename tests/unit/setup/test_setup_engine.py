@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,6 +84,18 @@ def test_a_lack_of_room_is_told_before_anything_is_done(settings: Settings) -> N
     with pytest.raises(SetupRequired, match="MiB free"):
         run(settings, [step("one"), step("two", disk_mib=1 << 40)])
     assert not (settings.data_dir / "one").exists()
+
+
+def test_room_is_also_needed_for_what_the_largest_step_works_with(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 300
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free << 20))
+    steps = [step("one", disk_mib=100, work_mib=50), step("two", disk_mib=100, work_mib=100)]
+    assert run(settings, steps) == ["one", "two"]
+    free = 299
+    with pytest.raises(SetupRequired, match="need 300 MiB"):
+        run(settings, [step("three", disk_mib=100, work_mib=50), step("four", disk_mib=100, work_mib=100)])
 
 
 def test_two_at_once_do_not_run(settings: Settings) -> None:
