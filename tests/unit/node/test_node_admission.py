@@ -106,7 +106,17 @@ def test_what_holds_nothing_is_not_counted(own: Host, asking: Asking) -> None:
     own.add(asking("d"), Stage.DEAD, ended=True)
     admission.require("cannot create sandbox", asking("e"))
     own.add(asking("e"), Stage.CREATING)
-    assert short_of(admission, asking("f")) == {"sandboxes": {"asked": 1, "free": 0, "total": 1}}
+    room = {"asked": 1, "free": 0, "total": 1, "promised": 1, "machine": 1}
+    assert short_of(admission, asking("f")) == {"sandboxes": room}
+
+
+def test_a_refusal_tells_what_is_promised_how_much_may_be_and_what_there_is(own: Host, asking: Asking) -> None:
+    admission = own.admission(memory_reserve_mib=2048, memory_overcommit=2)
+    own.add(asking("a", memory_mib=8192))
+    with pytest.raises(CapacityExceeded) as refused:
+        admission.require("cannot create sandbox", asking("b", memory_mib=8192))
+    told = "memory: 8192 MiB asked, 4096 MiB free (8192 MiB promised, limit 12288 MiB, the machine has 8192 MiB)"
+    assert refused.value.why == f"this node has no room (memory_mib): {told}"
 
 
 def test_a_paused_one_keeps_its_disk_and_takes_the_rest_to_resume(own: Host, asking: Asking) -> None:
