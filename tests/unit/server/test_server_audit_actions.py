@@ -11,5 +11,5 @@ def test_actions_are_those_of_the_tables() -> None:
     made = {route.audit for route in ROUTES} | {route.action for route in GATEWAY_ROUTES}
     by_itself = {"expire", "restore_incomplete", "lost"}
     own = {f"sandbox.{action}" for action in by_itself} | {"limit.reached", "node.pressure", "node.volume"}
-    own |= {"alarm.begin", "alarm.end"}
+    own |= {"alarm.begin", "alarm.end", "audit.prune", "sandbox.prune"}
     assert set(ACTIONS) == (made - {None}) | own
