@@ -142,6 +142,10 @@ class Admission:
         """The sum of sandboxes' numbers that the volume could hold if all were filled."""
         return self._volume_mib() // _DISKS
 
+    def writing(self) -> list[str]:
+        """The sandboxes whose disks may grow now. One that is paused finds out at its resume whether there is room."""
+        return [one.id for one in self._records() if not (one.ended or (one.stage is Stage.PAUSED and one.parked))]
+
     def layers_left(self, *, without: str) -> int:
         """Bytes that root layers of running sandboxes, but for this one's, may still take of the volume. They are not
         promised several times over where the rules do not say so."""

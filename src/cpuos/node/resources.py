@@ -3,7 +3,7 @@ them away last; both find what they made again by the sandbox's id alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,8 +48,8 @@ class Disks(Protocol):
         """Of one that is mounted."""
         ...
 
-    async def promised_bytes(self) -> int:
-        """What all disks may still take of the volume: they are sparse."""
+    async def promised_bytes(self, *, of: Collection[str]) -> int:
+        """What the disks of these sandboxes may still take of the volume: they are sparse."""
         ...
 
     async def park(self, sandbox_id: str) -> None:

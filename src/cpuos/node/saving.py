@@ -66,7 +66,8 @@ def save_steps(
     async def begin() -> None:
         kit.volume.require(f"cannot save sandbox: {record.id}")
         needed = await runtime.image_bytes(record.id)
-        promised = await kit.assembly.disks.promised_bytes() + kit.admission.layers_left(without=record.id)
+        disks = await kit.assembly.disks.promised_bytes(of=kit.admission.writing())
+        promised = disks + kit.admission.layers_left(without=record.id)
         await asyncio.to_thread(make_folder, needed, promised=promised)
 
     def make_folder(needed: int, *, promised: int) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from cpuos.errors import NotFound, PlatformError
@@ -106,7 +106,7 @@ class FakeDisks:
     async def room(self, sandbox_id: str) -> DiskRoom:
         return DiskRoom(free_bytes=1 << 40, free_inodes=1 << 20, inodes=1 << 20)
 
-    async def promised_bytes(self) -> int:
+    async def promised_bytes(self, *, of: Collection[str]) -> int:
         return 0
 
     async def leftovers(self) -> list[str]:

@@ -225,3 +225,18 @@ async def test_a_node_refuses_what_its_server_did_not_know(settings: Settings, a
         assert facts.pressure.level is PressureLevel.NONE
         await node.client.delete("a" * 20, generation=1)
         await node.client.create(asking("b", memory_mib=300))
+
+
+def test_what_is_paused_for_good_does_not_grow(own: Host, asking: Asking) -> None:
+    """Else the promises of many that are paused would keep all others from being paused."""
+    admission = own.admission()
+    for name, stage, parked in (
+        ("a", Stage.RUNNING, False),
+        ("b", Stage.PAUSED, False),
+        ("c", Stage.PAUSED, True),
+        ("d", Stage.READY, False),
+        ("e", Stage.RESUMING, True),
+    ):
+        own.add(asking(name), stage, parked=parked)
+    own.add(asking("f"), Stage.DEAD, ended=True)
+    assert admission.writing() == [asking(name).id for name in "abde"]

@@ -23,13 +23,13 @@ def volume(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_promised_is_what_sparse_images_do_not_hold(tmp_path: Path) -> None:
-    assert promised(tmp_path) == 0
-    for name, written in (("a", 0), ("b", 3)):
+    assert promised(tmp_path, of=["a"]) == 0
+    for name, written in (("a", 0), ("b", 3), ("paused", 0)):
         (tmp_path / name).mkdir()
         with (tmp_path / name / "image").open("wb") as file:
             file.write(os.urandom(written * MIB))
             file.truncate(8 * MIB)
-    assert 12 * MIB < promised(tmp_path) <= 13 * MIB
+    assert 12 * MIB < promised(tmp_path, of=["a", "b", "gone"]) <= 13 * MIB
 
 
 @pytest.mark.usefixtures("volume")

@@ -19,7 +19,7 @@ import errno
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -195,9 +195,9 @@ class DiskStore:
             raise NotFound(f"cannot read the disk of sandbox {sandbox_id}", str(problem)) from problem
         return DiskRoom(free_bytes=facts.f_bavail * facts.f_frsize, free_inodes=facts.f_favail, inodes=facts.f_files)
 
-    async def promised_bytes(self) -> int:
-        """What all disks may still take of the volume: they are sparse."""
-        return await asyncio.to_thread(promised, self._folder)
+    async def promised_bytes(self, *, of: Collection[str]) -> int:
+        """What the disks of these sandboxes may still take of the volume: they are sparse."""
+        return await asyncio.to_thread(promised, self._folder, of=of)
 
     async def leftovers(self) -> list[str]:
         """Ids of all sandboxes that have a disk folder or a loop device here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = ["free_bytes", "promised", "require_fit", "require_room", "volume_bytes"]
@@ -26,13 +27,13 @@ def volume_bytes(place: Path) -> int:
     return status.f_blocks * status.f_frsize
 
 
-def promised(disks: Path) -> int:
-    """Bytes that the images of disks in this folder do not hold yet."""
+def promised(disks: Path, *, of: Iterable[str]) -> int:
+    """Bytes that the images of these sandboxes' disks in this folder do not hold yet."""
     promised = 0
-    for image in disks.glob("*/image"):
+    for sandbox_id in of:
         try:
-            status = image.lstat()
-        except FileNotFoundError:  # removed meanwhile
+            status = os.lstat(f"{disks}/{sandbox_id}/image")
+        except FileNotFoundError:  # there is none, or it was removed meanwhile
             continue
         promised += max(0, status.st_size - status.st_blocks * 512)
     return promised
