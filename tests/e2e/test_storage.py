@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -85,3 +86,23 @@ def test_what_steps_of_builds_have_left_is_told(instance: Instance, client: Clie
     body = b'{"dry_run": true, "layers_unused_s": 0}'
     gone = json.loads(client.call("POST", "/v1/storage/prune", content=body).body)["items"]
     assert layer.name in {item["name"] for item in gone}
+
+
+def test_prune_leaves_a_set_up_that_is_at_work_alone(fake_instance: Instance) -> None:
+    """Its downloads, and the root of the template that it is about to pack. This instance has folders of its own."""
+    client, settings = fake_instance.client(), fake_instance.settings
+    root = settings.cache_dir / "build-devbox" / "root"
+    root.mkdir(parents=True)
+    (root / "file").write_bytes(bytes(MIB))
+
+    def pruned() -> list[str]:
+        return [item.name for item in client.prune(dry_run=False).items if item.kind is StorageKind.CACHE]
+
+    with (settings.data_dir / "setup.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert pruned() == []
+        assert (root / "file").exists()
+        (item,) = [item for item in client.storage().nodes[0].items if item.name == "build-devbox"]
+        assert (item.needed, item.state) == (True, "set-up is at work")
+    assert "build-devbox" in pruned()
+    assert not root.exists()

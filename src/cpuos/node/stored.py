@@ -4,6 +4,8 @@ is in a file or on a disk."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import shutil
 import stat
@@ -82,11 +84,19 @@ class Stored:
         if any(item.kind is StorageKind.KEPT for item in plan):
             await self._upkeep.collect(at_once=True)
         for item in plan:
-            if item.kind is StorageKind.CACHE:
-                await asyncio.to_thread(shutil.rmtree, self._settings.cache_dir / item.name, ignore_errors=True)
-            elif item.kind is StorageKind.RUNTIME:
+            if item.kind is StorageKind.RUNTIME:
                 await asyncio.to_thread(shutil.rmtree, self._runtimes() / item.name, ignore_errors=True)
+        downloads = [item for item in plan if item.kind is StorageKind.CACHE]
+        if downloads and not await asyncio.to_thread(self._remove_downloads, downloads):
+            return [item for item in plan if item.kind is not StorageKind.CACHE]
         return plan
+
+    def _remove_downloads(self, items: list[StorageItem]) -> bool:
+        """False: a set-up has begun, and may be at work on them."""
+        with _no_set_up(self._settings) as free:
+            for item in items if free else []:
+                shutil.rmtree(self._settings.cache_dir / item.name, ignore_errors=True)
+            return free
 
     def _items(self, records: dict[str, Record], unneeded: set[Path]) -> Iterator[StorageItem]:
         count, settings, state = _Counter(), self._settings, self._settings.node_state_dir
@@ -127,9 +137,12 @@ class Stored:
             yield StorageItem(
                 kind=StorageKind.RUNTIME, name=folder.name, needed=not why, why=why, **count.measure(folder)
             )
+        with _no_set_up(self._settings) as free:
+            said = {"needed": False, "why": "set-up fetches it again when it needs it"}
+        if not free:
+            said = {"state": "set-up is at work"}
         for folder in _entries(self._settings.cache_dir):
-            why = "set-up fetches it again when it needs it"
-            yield StorageItem(kind=StorageKind.CACHE, name=folder.name, needed=False, why=why, **count.measure(folder))
+            yield StorageItem(kind=StorageKind.CACHE, name=folder.name, **said, **count.measure(folder))
 
     def _runtimes(self) -> Path:
         return self._settings.data_dir / "bin" / "runsc"
@@ -150,6 +163,23 @@ class Stored:
             except CpuosError:
                 continue  # damaged: nothing can be begun with it
         return found
+
+
+@contextlib.contextmanager
+def _no_set_up(settings: Settings) -> Iterator[bool]:
+    """Whether no set-up is at work; then none begins meanwhile."""
+    try:
+        lock = (settings.data_dir / "setup.lock").open("rb")
+    except FileNotFoundError:
+        yield True
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def _templates(count: _Counter, settings: Settings) -> Iterator[StorageItem]:
