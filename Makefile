@@ -1,6 +1,6 @@
 # The verbs of this repository. Root on Debian 12 or Ubuntu 24.04 with Python 3.11+ is all they need.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tests templates demo up down test test-slow test-firecracker check fmt gen bench docs clean
+.PHONY: help setup setup-tests templates demo up down test test-slow test-firecracker test-nested check fmt gen bench docs clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/synced
@@ -51,6 +51,9 @@ test-slow: setup-tests ## Run the long lanes
 
 test-firecracker: setup-tests ## The conformance suite in Firecracker, where CPUOS_FIRECRACKER and CPUOS_JAILER name it and KVM boots
 	$(PYTHON) -m pytest -rs tests/unit/microvm/test_firecracker.py tests/unit/microvm/test_firecracker_saves.py tests/runtimes/test_firecracker_conformance.py
+
+test-nested: setup-tests ## MicroVMs by KVM in a machine whose processor QEMU translates; in Firecracker too, where CPUOS_FIRECRACKER and CPUOS_JAILER name it
+	$(PYTHON) -m pytest -rs tests/machine/test_nested.py
 
 check: $(STAMP) ## Lint, and see that generated files are current
 	.venv/bin/ruff check

@@ -1,57 +1,14 @@
-"""What is tried on the machine of `test_whole_machine`, by its own Python, as root: prints one JSON line a check.
-
-A check that fails does not end the others. Nothing of the test suite is there, only what set-up installs.
-"""
+"""What is tried on the machine of `test_whole_machine`: cpuOS as its units run it, on control groups v2."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
-import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
-CPUOS = "/var/lib/cpuos/venv/current/bin/cpuos"
+from checks import answers, come_up, cpuos, main, run, stop, until
+
 GROUPS = Path("/sys/fs/cgroup")
-FIRST_KEY = Path("/run/cpuos/server/first-key.json")
-ENDPOINTS = (Path("/run/cpuos/server/endpoint.json"), Path("/run/cpuos/gateway/endpoint.json"))
-UNITS = ("cpuos-node", "cpuos-gateway", "cpuos-server", "cpuos-sandboxes")
-READY_S = 300.0
-
-
-def run(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
-    if check and done.returncode != 0:
-        raise AssertionError(f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return done
-
-
-def cpuos(*words: str, check: bool = True) -> str:
-    return run(CPUOS, *words, check=check).stdout
-
-
-def until(condition: Callable[[], object], *, within_s: float = READY_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.5)
-
-
-def units_are_active() -> bool:
-    return run("systemctl", "is-active", *UNITS, check=False).stdout.split() == ["active"] * len(UNITS)
-
-
-def stop() -> None:
-    """What the stop of the machine does. A stop of the target alone returns before its units have stopped."""
-    run("systemctl", "stop", "cpuos.target", *UNITS)
-
-
-def answers() -> bool:
-    return units_are_active() and all(path.exists() for path in ENDPOINTS) and bool(cpuos("ls", "--json", check=False))
 
 
 def group() -> Path:
@@ -71,9 +28,7 @@ def test_it_is_what_is_meant() -> None:
 
 
 def test_the_units_come_up() -> None:
-    until(FIRST_KEY.exists)
-    os.environ["CPUOS_API_KEY"] = json.loads(FIRST_KEY.read_text())["api_key"]
-    until(answers)
+    come_up()
 
 
 def test_doctor_finds_nothing_missing() -> None:
@@ -155,19 +110,5 @@ def test_nothing_is_left_of_those_that_were_killed() -> None:
     assert not mounted, mounted
 
 
-def main() -> None:
-    checks = [(name, check) for name, check in globals().items() if name.startswith("test_")]
-    for name, check in checks:
-        since, why = time.monotonic(), ""
-        try:
-            check()
-        except Exception:
-            why = traceback.format_exc()[-3000:]
-            with contextlib.suppress(Exception):
-                why += run("journalctl", "-u", "cpuos-*", "--no-pager", "-n", "25", "-o", "cat").stdout[-5000:]
-        print("check " + json.dumps({"name": name, "why": why, "s": round(time.monotonic() - since, 1)}), flush=True)
-    print("checks done", flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(globals())
