@@ -9,9 +9,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from sqlalchemy import update
 
 from control_plane import Installation, Server, check_nothing_is_left, error_of
 from cpuos.errors import AgentFailure, CapacityExceeded, PlatformError, Unavailable
+from cpuos.server.db.models import Workspace
 from cpuos.testing.waiting import until
 from cpuos.types.node import Restored
 from cpuos.types.sandbox import HOST_RESTARTED
@@ -120,7 +122,10 @@ async def test_files_that_could_not_be_kept_are_said_to_be(server: Server) -> No
     await lost(server)
     del server.installation.node.errors["snapshot"]
     answer = await recreate(server)
-    assert error_of(answer)["why"] == "its files are gone: nothing of them could be kept when it was lost"
+    assert (
+        error_of(answer)["why"]
+        == "its files are gone: nothing of them could be kept when it was lost, or too many were lost since"
+    )
 
 
 async def test_files_that_its_node_has_still_are_waited_for(server: Server) -> None:
@@ -283,3 +288,25 @@ async def test_it_is_killed_while_it_is_made_anew(server: Server) -> None:
     server.installation.clock.advance(90000)
     await server.settle()
     await check_nothing_is_left(server)
+
+
+async def test_losses_again_and_again_keep_no_more_than_a_workspace_may_have(server: Server) -> None:
+    """A sandbox's root can end it when it likes: what is kept of each is as large as its disk."""
+    async with server.plane.database.write() as connection:
+        await connection.execute(update(Workspace).values(max_sandboxes=2))
+    ids = [await lost(server, name=None) for _ in range(6)]
+    await server.settle()
+    assert len(await kept(server)) == 2
+    assert set(server.installation.node.snapshots_kept) == set(await kept(server))
+    assert [(await recreate(server, one)).status_code for one in ids] == [410] * 4 + [201] * 2
+
+
+async def test_all_that_a_host_loses_at_once_can_be_made_anew(server: Server) -> None:
+    async with server.plane.database.write() as connection:
+        await connection.execute(update(Workspace).values(max_sandboxes=3))
+    ids = [(await server.created())["id"] for _ in range(3)]
+    for one in ids:
+        await server.installation.node.die(one, HOST_RESTARTED)
+    for _ in range(3):
+        await server.settle()
+    assert [(await recreate(server, one)).status_code for one in ids] == [201] * 3

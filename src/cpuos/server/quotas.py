@@ -58,6 +58,11 @@ class Quotas:
                 details={"limit": "sandboxes", "max": limit},
             )
 
+    async def sandbox_limits(self, connection: AsyncConnection) -> dict[str, int | None]:
+        """By workspace."""
+        found = await connection.execute(select(_workspaces.c.id, _workspaces.c.max_sandboxes))
+        return {row.id: row.max_sandboxes for row in found.all()}
+
     async def check_snapshots(self, connection: AsyncConnection, workspace: str) -> None:
         """In the transaction that inserts one more."""
         limit = (await connection.execute(_SNAPSHOT_LIMIT, {"workspace": workspace})).scalar_one()

@@ -101,7 +101,7 @@ class Recreating:
         if origin is not None:
             return origin
         lost_at = row.lost_at or row.changed_at
-        why = "its files are gone: nothing of them could be kept when it was lost"
+        why = "its files are gone: nothing of them could be kept when it was lost, or too many were lost since"
         if self._clock() - lost_at > RESCUED_KEPT:
             why = f"its files are gone: they are kept for a day, and it was lost on {lost_at:%Y-%m-%d at %H:%M} UTC"
         raise SandboxGone(what, why, code="sandbox_lost", hint="cpuos create")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -328,9 +328,11 @@ class Snapshots:
         async with self._database.read() as connection:
             rows = {row.id: row for row in await all_snapshots(connection)}
             layers = await layer_snapshots(connection)
+            surplus = _surplus(rows.values(), limits=await self._quotas.sandbox_limits(connection))
         for row in rows.values():
             if row.id not in self._working and row.changed_at < asked_at:
-                await self._tidy(row, on_node.get(row.id), owned=row.id in layers or not row.internal)
+                owned = row.id not in surplus and (row.id in layers or not row.internal)
+                await self._tidy(row, on_node.get(row.id), owned=owned)
         owned = {key for key, row in rows.items() if row.state != SnapshotState.FAILED.value} | self._working
         await self._remove_unowned(set(on_node) - owned, asked_at)
 
@@ -366,6 +368,21 @@ class Snapshots:
             if now - since >= UNOWNED_GRACE:
                 _log.info("unowned snapshot removed", snapshot=key)
                 await self._scheduler.client(self._node).delete_snapshot(key)
+
+
+def _surplus(rows: Iterable[Row[Any]], *, limits: Mapping[str, int | None]) -> set[str]:
+    """What was kept of lost sandboxes beyond as many as a workspace may have at once, the oldest: more than that it
+    cannot have lost but by losing again and again."""
+    kept: dict[str, list[Row[Any]]] = {}
+    for row in rows:
+        if row.created_by == SYSTEM and row.state == SnapshotState.READY.value:
+            kept.setdefault(row.workspace, []).append(row)
+    surplus = set()
+    for workspace, found in kept.items():
+        limit = limits.get(workspace)
+        newest = sorted(found, key=lambda row: row.created_at, reverse=True)
+        surplus |= {row.id for row in newest[limit:]} if limit is not None else set()
+    return surplus
 
 
 def wishes_of_fork(request: Fork, row: Row[Any] | None) -> SandboxCreate:
