@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ def describe_installation(found: InstanceStatus) -> list[str]:
     lines = [f"installation  {found.data_dir}{state}, runs from {found.run_dir}"]
     if found.other is not None:
         lines.append(f"              not running: the parts in {found.run_dir} are those of the one in {found.other}")
-        lines.append(f"              try: CPUOS_STATE_DIR={found.other} cpuos status")
+        lines.append(f"              try: CPUOS_STATE_DIR={shlex.quote(found.other)} cpuos status")
     return lines
 
 
