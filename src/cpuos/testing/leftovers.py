@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from cpuos.node.storage import release_mount_namespace
+from cpuos.runtimes.limits import ControlGroups
 from cpuos.settings import Settings
 
 __all__ = ["find_traces", "remove_groups", "remove_mounts"]
@@ -35,6 +36,10 @@ def remove_mounts(settings: Settings) -> None:
 
 
 def remove_groups(settings: Settings) -> None:
+    """With what still runs in them: a node that has died has ended nothing."""
+    groups = ControlGroups(settings.instance_id)
+    for sandbox_id in groups.list() if _CGROUPS.is_dir() else ():
+        groups.kill(sandbox_id)
     for top in _groups(settings):
         for folder, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):
