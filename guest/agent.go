@@ -89,6 +89,7 @@ var routes = map[string]handler{
 	"GET /v1/hello":               (*agent).hello,
 	"POST /v1/freeze":             (*agent).freeze,
 	"POST /v1/thaw":               (*agent).thaw,
+	"GET /v1/limits":              (*agent).listFull,
 	"GET /v1/commands":            (*agent).listCommands,
 	"POST /v1/commands":           (*agent).startCommand,
 	"GET /v1/commands/ID":         (*agent).getCommand,

@@ -32,6 +32,7 @@ type command struct {
 	agent            *agent
 	pid              int
 	started          time.Time
+	before           limitsMet // as it started
 	out              []*stream // stdout and stderr; a terminal has the first alone
 	stdin            *stdinQueue
 	wake             chan struct{} // something changed for the session
@@ -46,7 +47,8 @@ type command struct {
 	holders  int // who may touch the rings of an ended command: its record, sessions
 	limit    timeLimit
 	session  *session
-	lost     bool // nobody asks for it any more: a copy of the sandbox has no part in its commands
+	met      string // the limit that it met, by the kernel's count
+	lost     bool   // nobody asks for it any more: a copy of the sandbox has no part in its commands
 }
 
 // record is a command as the contract tells it.
@@ -67,6 +69,9 @@ func (c *command) record() map[string]any {
 		return r
 	}
 	r["duration_s"] = elapsed(c.started, c.exitedAt)
+	if c.met != "" {
+		r["met"] = c.met
+	}
 	if c.exit.Exited() {
 		r["status"], r["exit_code"] = "exited", c.exit.ExitStatus()
 		return r
@@ -93,6 +98,7 @@ func (c *command) exited(status syscall.WaitStatus) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.exit, c.exitedAt = &status, now()
+	c.met = findMet(c.before, !status.Exited() || status.ExitStatus() != 0)
 	c.limit.hold()
 	c.limit.left = 0
 	c.stdin.shut()

@@ -70,7 +70,7 @@ type listener struct {
 
 // missing names what is not there any more, and not all of very much.
 func (a *agent) missing(told receipt, own string) []string {
-	gone, pids, buffer, present := []string{}, map[int]bool{}, make([]byte, 4096), listeners(own)
+	gone, pids, buffer := []string{}, map[int]bool{}, make([]byte, 4096)
 	for _, was := range told.Programs {
 		if p, alive := readProcess(was.Pid, buffer); !alive || p.state == 'Z' || p.name != was.Name {
 			gone, pids[was.Pid] = append(gone, fmt.Sprintf("process %d (%s)", was.Pid, was.Name)), true
@@ -81,6 +81,10 @@ func (a *agent) missing(told receipt, own string) []string {
 		if !slices.ContainsFunc(a.allCommands(), func(c *command) bool { return c.id == id && !pids[c.pid] }) {
 			gone = append(gone, "command "+id)
 		}
+	}
+	present := []listener{}
+	if len(told.Listeners) > 0 {
+		present = listeners(own)
 	}
 	for _, was := range told.Listeners {
 		if !slices.Contains(present, was) {
@@ -126,6 +130,7 @@ func (a *agent) freeze(r *request) any {
 			c.mu.Unlock()
 		}
 		programs := a.stopAll(end)
+		a.keepMachineID()
 		holdDisks()
 		a.freezer.told = receipt{len(programs), programs[:min(len(programs), maxPrograms)], listeners(r.LocalAddr().String()), running}
 	})
@@ -253,7 +258,7 @@ func (a *agent) goOn() int {
 	releaseDisks()
 	continued := map[int]bool{}
 	// A look at very many may miss some.
-	for look := 0; a.freezer.stopped != nil && (look == 0 || look == 1 && len(continued) > manyProcesses); look++ {
+	for look := 0; len(a.freezer.stopped) > 0 && (look == 0 || look == 1 && len(continued) > manyProcesses); look++ {
 		for _, level := range slices.Backward(byDepth()) {
 			for _, p := range level {
 				if p.halted() && !a.freezer.stopped[p.pid] && syscall.Kill(p.pid, syscall.SIGCONT) == nil {
@@ -306,10 +311,7 @@ func (a *agent) goOnAs(who identity, another bool) map[string]any {
 // forgetHost takes from the disk what must not be equal in two sandboxes, and says whether it had ssh host keys.
 func (a *agent) forgetHost(who identity) bool {
 	folder := a.users.folder
-	id := sha256.Sum256(append([]byte("cpuos-machine-id\n"+who.Sandbox+"\n"), who.SessionKey...))
-	if partial := folder + "/.machine-id"; os.WriteFile(partial, []byte(hex.EncodeToString(id[:16])+"\n"), 0o444) == nil {
-		os.Rename(partial, folder+"/machine-id")
-	}
+	a.makeMachineID(who)
 	keys, _ := filepath.Glob(folder + "/ssh/ssh_host_*")
 	for _, key := range keys {
 		os.Remove(key)

@@ -25,6 +25,7 @@ const (
 	layer      = "/upper" // the disk of the root's writable layer
 	newRoot    = "/new"
 	deviceTime = 10 * time.Second
+	newDisk    = "noinit_itable" // its image was all zeros when the host made it: nothing is left to clear
 
 	holdCall, releaseCall = 0xC0045877, 0xC0045878 // FIFREEZE, FITHAW
 )
@@ -33,7 +34,7 @@ const (
 var disks []*os.File
 
 var (
-	tasks     = flag.Int("tasks", 0, "as /init of a guest kernel: limit of processes and threads")
+	tasks     = flag.Int("tasks", 0, "as /init of a guest kernel: limit of processes and threads that commands start")
 	memoryMiB = flag.Int("memory", 0, "as /init of a guest kernel: its memory in MiB")
 	word      = flag.String("word", "", "as /init of a guest kernel: give the sum of this, and end")
 	drives    = flag.String("drives", "", "as /init of a guest kernel: names of its drives in their order, where their VMM gives them none")
@@ -59,7 +60,7 @@ func makeMachine() {
 		mountRoot()
 		mountFolders()
 		enterRoot()
-		limitTasks()
+		makeGroup()
 		joinNetwork()
 		if name := os.Getenv("CPUOS_HOSTNAME"); name != "" {
 			check(syscall.Sethostname([]byte(name)))
@@ -138,7 +139,7 @@ func inOrder(name, order string) string {
 // mountRoot puts the template below the disk of the sandbox's own changes.
 func mountRoot() {
 	mount(drive("template"), oldRoot, "erofs", unix.MS_RDONLY|unix.MS_NODEV, "")
-	mount(drive("root"), layer, "ext4", unix.MS_NOATIME|unix.MS_NODEV, "")
+	mount(drive("root"), layer, "ext4", unix.MS_NOATIME|unix.MS_NODEV, newDisk)
 	for _, folder := range []string{layer + "/upper", layer + "/work"} {
 		if err := os.Mkdir(folder, 0o755); err != nil && !os.IsExist(err) {
 			panic(failure{err})
@@ -147,7 +148,7 @@ func mountRoot() {
 	options := "lowerdir=" + oldRoot + ",upperdir=" + layer + "/upper,workdir=" + layer + "/work"
 	mount("root", newRoot, "overlay", unix.MS_NOATIME, options)
 	os.MkdirAll(newRoot+workFolder, 0o755)
-	mount(drive("workspace"), newRoot+workFolder, "ext4", unix.MS_NOATIME|unix.MS_NODEV, "")
+	mount(drive("workspace"), newRoot+workFolder, "ext4", unix.MS_NOATIME|unix.MS_NODEV, newDisk)
 	os.Remove(newRoot + workFolder + "/lost+found") // of a disk that is new: an empty folder of root's
 	disks = []*os.File{got(os.Open(layer)), got(os.Open(newRoot + workFolder))}
 }
@@ -158,6 +159,46 @@ func holdDisks() {
 	for _, disk := range disks {
 		check(unix.IoctlSetInt(int(disk.Fd()), holdCall, 0))
 	}
+}
+
+// keepMachineID has one in the layer of a machine that is saved, where each copy has to write another: opened for writing
+// it is copied there.
+func (a *agent) keepMachineID() {
+	if len(disks) == 0 {
+		return
+	}
+	if file := a.openMachineID(); file != nil {
+		file.Close()
+	} else {
+		who, _ := a.present()
+		a.makeMachineID(who)
+	}
+}
+
+// makeMachineID writes one that no other sandbox has; in place, where one is: a new file is six times the work, and every
+// copy of a sandbox waits for it.
+func (a *agent) makeMachineID(who identity) {
+	id := sha256.Sum256(append([]byte("cpuos-machine-id\n"+who.Sandbox+"\n"), who.SessionKey...))
+	text := []byte(hex.EncodeToString(id[:16]) + "\n")
+	if file := a.openMachineID(); file != nil {
+		file.Write(text)
+		file.Close()
+	} else if partial := a.users.folder + "/.machine-id"; os.WriteFile(partial, text, 0o444) == nil {
+		os.Rename(partial, a.users.folder+"/machine-id")
+	}
+}
+
+// openMachineID gives a plain file that holds a whole one; nil where there is none.
+func (a *agent) openMachineID() *os.File {
+	file, err := os.OpenFile(a.users.folder+"/machine-id", os.O_WRONLY|syscall.O_NOFOLLOW, 0)
+	if err != nil {
+		return nil
+	}
+	if facts, err := file.Stat(); err == nil && facts.Mode().IsRegular() && facts.Size() == 33 {
+		return file
+	}
+	file.Close()
+	return nil
 }
 
 // goOnAt is the first that a machine does which stood still until this moment.
@@ -199,15 +240,6 @@ func enterRoot() {
 	mount(".", "/", "", unix.MS_MOVE, "")
 	check(syscall.Chroot("."))
 	check(os.Chdir("/"))
-}
-
-// limitTasks bounds the processes of the sandbox and the agent's own threads together.
-func limitTasks() {
-	const top, group = "/sys/fs/cgroup", "/sys/fs/cgroup/sandbox"
-	check(os.WriteFile(top+"/cgroup.subtree_control", []byte("+pids +memory"), 0))
-	check(os.Mkdir(group, 0o755))
-	check(os.WriteFile(group+"/pids.max", []byte(strconv.Itoa(*tasks)), 0))
-	check(os.WriteFile(group+"/cgroup.procs", []byte("1"), 0))
 	check(syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: 1 << 20, Max: 1 << 20}))
 	os.WriteFile("/proc/sys/net/ipv4/ping_group_range", []byte("0 2147483647"), 0)
 }

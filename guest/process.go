@@ -23,6 +23,7 @@ type reaper struct {
 func (p *reaper) spawn(path string, argv []string, attributes *syscall.ProcAttr, ended func(syscall.WaitStatus)) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	intoGroup(attributes)
 	pid, err := syscall.ForkExec(path, argv, attributes)
 	if err == nil {
 		p.waiters[pid] = ended

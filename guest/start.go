@@ -107,7 +107,7 @@ func (c *command) start(start *commandStart) {
 	if start.Pty != nil {
 		c.openTerminal(start, who, attributes)
 	}
-	c.started = now()
+	c.started, c.before = now(), countMet()
 	pid, err := c.agent.children.spawn(program, argv, attributes, c.exited)
 	check(startError(program, err))
 	c.pid = pid

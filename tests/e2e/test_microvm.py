@@ -11,7 +11,6 @@ import pytest
 
 from cpuos import Client, Network, Sandbox
 from cpuos.errors import CpuosError
-from cpuos.runtimes.microvm.runtime import AGENT_TASKS
 from cpuos.testing.sealed import SealedInstance, SealedWorld, addresses
 from cpuos.testing.waiting import wait_until
 
@@ -45,7 +44,7 @@ for child in children:
     os.kill(child, signal.SIGKILL)
 print(len(children))
 """
-SMALL = {"template": "base", "cpu": 1, "memory": "512MiB", "disk": "128MiB", "max_processes": 64, "timeout": "20m"}
+SMALL = {"template": "base", "cpu": 1, "memory": "256MiB", "disk": "128MiB", "max_processes": 64, "timeout": "20m"}
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +133,39 @@ def test_limits_of_processes_and_disk_are_kept(machine: Sandbox) -> None:
     )
     assert "No space left on device" in refused.stdout
     crowd = machine.exec(["python3", "-c", CROWD], timeout=120, check=True)
-    assert 16 <= int(crowd.stdout) <= SMALL["max_processes"] + AGENT_TASKS
+    assert 16 <= int(crowd.stdout) <= SMALL["max_processes"]
     assert machine.exec("echo well", timeout=60, check=True).stdout == "well\n"
+
+
+def test_it_is_told_which_limit_was_met(machine: Sandbox) -> None:
+    """Root's programs are ended as any; the agent and the sandbox go on."""
+    hog = machine.exec("tail -c 2G /dev/zero", user="root", timeout=300)
+    assert hog.status == "oom_killed", hog
+    full = machine.exec("dd if=/dev/zero of=big bs=1M count=200; e=$?; sync; exit $e", timeout=300)
+    machine.exec("rm big", check=True)
+    told = [result.limit_reached for result in (hog, full)]
+    assert [(one.limit, one.seen_by, one.path) for one in told if one is not None] == [
+        ("memory", "guest", None),
+        ("disk", "guest", "/workspace"),
+    ]
+    assert machine.exec("echo well", timeout=60, check=True).limit_reached is None
+
+
+def test_a_fork_and_a_create_from_its_snapshot_are_not_it(client: Client, machine: Sandbox) -> None:
+    machine.exec("echo root > /opt/copied && echo work > copied", user="root", check=True)
+    snapshot = machine.snapshot()
+    ids = {machine.exec("cat /etc/machine-id", check=True).stdout}
+    try:
+        with Sandbox.create(client=client, snapshot=snapshot) as copy, machine.fork(1)[0] as fork:
+            for one in (copy, fork):
+                assert (one.isolation_detail.split()[0], one.started_from) == ("qemu", "restore")
+                assert one.exec("cat /opt/copied copied", check=True).stdout == "root\nwork\n"
+                ids.add(one.exec("cat /etc/machine-id", check=True).stdout)
+            copy.exec("echo other > /workspace/copied", check=True)
+            assert fork.files.read("copied") == machine.files.read("copied") == b"work\n"
+    finally:
+        snapshot.delete()
+    assert len(ids) == 3
 
 
 def test_it_goes_on_where_it_stood_still(sealed: SealedWorld, machine: Sandbox) -> None:

@@ -81,7 +81,7 @@ class Assembly:
         async def make_disk() -> None:
             if spec.own_kernel:
                 saved = None if image is None else image / DISK
-                await self.disks.hand_over(spec.id, size_mib=spec.disk_mib, image=saved)
+                await self.disks.hand_over(spec.id, size_mib=spec.disk_mib, image=saved, layer_comes=warm)
             elif image is None:
                 await self.disks.create(spec.id, size_mib=spec.disk_mib)
             else:

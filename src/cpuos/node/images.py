@@ -26,6 +26,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -48,6 +49,10 @@ _PART, _TRASH = ".part-", ".trash-"
 _KEY_BYTES = 32
 _SPARSE = "sparse"
 _BLOCK = 64 << 10
+_MOST_CHECKED = 1000
+# Far above what a volume counts its times in.
+_SETTLED_NS = 1_000_000_000
+_Mark = tuple[int, int, int, int, int]
 # What is in the folder of an image.
 AGENT, DISK, MEMORY, ROOT = "agent", "disk.img", "memory", "root"
 _HASHED = (MEMORY, ROOT)
@@ -106,6 +111,8 @@ class ImageStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._key = _read_key(folder.with_name(f"{folder.name}.key"))
         self._readers: Counter[str] = Counter()
+        self._checked: dict[_Mark, str] = {}
+        """Digests of files that were read as a whole, and did not change since."""
 
     def path(self, name: str) -> Path:
         return self._folder / _checked(name)
@@ -219,10 +226,11 @@ class ImageStore:
         known = json.loads(text)
         if known["name"] != name:
             raise _damaged(name, f"its digests are those of {known['name']}")
-        found = self._digests(name, folders, digest=_sparse_digest if known.get("way") == _SPARSE else _sha256)
+        way = _sparse_digest if known.get("way") == _SPARSE else _sha256
+        there = {str(path.relative_to(folder)): path for part in folders for path in _files(folder / part)}
         saved = {file: digest for file, digest in known["files"].items() if file.split("/")[0] in folders}
-        for file in sorted(saved.keys() | found.keys()):
-            if saved.get(file) != found.get(file):
+        for file in sorted(saved.keys() | there.keys()):
+            if file not in saved or file not in there or self._digest(there[file], way) != saved[file]:
                 raise _damaged(name, f"{file} is not as it was saved")
 
     def add_note(self, name: str, about: str, note: dict[str, str]) -> None:
@@ -302,6 +310,20 @@ class ImageStore:
                 f"cannot delete snapshot: {name}", "a sandbox is being created from it", code="snapshot_in_use"
             )
 
+    def _digest(self, path: Path, way: Callable[[Path], str]) -> str:
+        """Of a file that is read again only if it, or what the volume says of it, has changed: many copies of one image
+        would each read all of its memory."""
+        mark = _mark_of(path)
+        found = self._checked.get(mark)
+        if found is not None:
+            return found
+        found = way(path)
+        if time.time_ns() - mark[-1] > _SETTLED_NS:  # a change after this one has another time
+            while len(self._checked) >= _MOST_CHECKED:
+                self._checked.pop(next(iter(self._checked)), None)
+            self._checked[mark] = found
+        return found
+
     def _digests(self, name: str, folders: Sequence[str], *, digest: Callable[[Path], str]) -> dict[str, str]:
         image = self.path(name)
         files = [path for folder in folders for path in _files(image / folder)]
@@ -344,6 +366,12 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _mark_of(path: Path) -> _Mark:
+    """Another one after any change: nobody sets ctime back."""
+    facts = path.stat()
+    return (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
 
 
 def _sparse_digest(path: Path) -> str:

@@ -91,7 +91,9 @@ class Disks(Protocol):
         """As `create`, with the content of a copy of a disk of this size."""
         ...
 
-    async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
+    async def hand_over(
+        self, sandbox_id: str, *, size_mib: int, image: Path | None = None, layer_comes: bool = False
+    ) -> Path:
         """As `create` and `create_from`, for a guest with a kernel of its own: its folder has the images `image` and
         `root.image`, which the host does not mount, now or later."""
         ...

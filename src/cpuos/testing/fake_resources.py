@@ -90,7 +90,9 @@ class FakeDisks:
         await asyncio.to_thread(_copy, image, workspace)
         return self.path(sandbox_id)
 
-    async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
+    async def hand_over(
+        self, sandbox_id: str, *, size_mib: int, image: Path | None = None, layer_comes: bool = False
+    ) -> Path:
         for name in ("image", "root.image"):
             self.path(sandbox_id).mkdir(parents=True, exist_ok=True)
             (self.path(sandbox_id) / name).touch()

@@ -18,6 +18,7 @@ from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import SandboxSpec
 from cpuos.runtimes.limits import ControlGroups
 from cpuos.runtimes.microvm import firecracker
+from cpuos.runtimes.microvm.launch import guest_memory_mib
 from cpuos.runtimes.microvm.runtime import MicrovmRuntime
 from cpuos.testing.waiting import until
 from cpuos.types.sandbox import Isolation
@@ -75,7 +76,7 @@ async def test_each_request_is_as_the_public_description_has_it(driver: MicrovmR
     bodies = dict(asked)
     assert bodies["PUT /machine-config"] == {
         "vcpu_count": 2,
-        "mem_size_mib": 256,
+        "mem_size_mib": guest_memory_mib(256),
         "smt": False,
         "track_dirty_pages": False,
     }
@@ -112,7 +113,7 @@ async def test_it_is_a_user_of_its_own_in_a_root_of_its_own(
         assert os.readlink(f"/proc/{process.pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")
     assert process.pid in ControlGroups(INSTANCE).processes(ID)
     assert "Max open files            1024                 1024" in limits
-    assert f"Max file size             {(256 << 20) + (64 << 20)}" in limits
+    assert f"Max file size             {(guest_memory_mib(256) << 20) + (64 << 20)}" in limits
 
 
 async def test_its_socket_has_a_name_that_it_cannot_change(driver: MicrovmRuntime, spec: SandboxSpec) -> None:

@@ -107,14 +107,16 @@ class DiskStore:
                 raise _failure("create", sandbox_id, problem) from problem
         return await self.attach(sandbox_id)
 
-    async def hand_over(self, sandbox_id: str, *, size_mib: int, image: Path | None = None) -> Path:
-        """Make the disk for a guest's own kernel, with the files of the copy `image` where there is one. It is never
-        mounted here. One that is there stays."""
+    async def hand_over(
+        self, sandbox_id: str, *, size_mib: int, image: Path | None = None, layer_comes: bool = False
+    ) -> Path:
+        """Make the disk for a guest's own kernel, with the files of the copy `image` where there is one; `layer_comes`:
+        that of the root is made at the start, of a saved one. It is never mounted here. One that is there stays."""
         folder = self.path(sandbox_id)
         try:
             if not (folder / "disk.json").exists():
-                await make_handed(folder, size_mib=size_mib, image=image)
-                identity = await asyncio.to_thread(read_identity, folder / ROOT_IMAGE)
+                await make_handed(folder, size_mib=size_mib, image=image, layer_comes=layer_comes)
+                identity = "" if layer_comes else await asyncio.to_thread(read_identity, folder / ROOT_IMAGE)
                 _write_record(folder, size_mib=size_mib, identity=identity, written_by="guest")
         except OSError as problem:
             raise _failure("create", sandbox_id, problem) from problem

@@ -22,10 +22,14 @@ ROOT_IMAGE = "root.image"
 _ROOT, _USER = 0, 1000
 
 
-async def make_handed(folder: Path, *, size_mib: int, image: Path | None) -> None:
-    """Both images, new; that of /workspace a copy of `image` where there is one. Raises OSError."""
+async def make_handed(folder: Path, *, size_mib: int, image: Path | None, layer_comes: bool = False) -> None:
+    """Both images, new; that of /workspace a copy of `image` where there is one. `layer_comes`: whoever starts the
+    machine puts a saved layer in the place of the root's, which is empty until then. Raises OSError."""
     await asyncio.to_thread(prepare_folder, folder)
-    made = [make_image(folder / ROOT_IMAGE, size_mib=size_mib, identity=str(uuid.uuid4()), owner=_ROOT)]
+    if layer_comes:
+        made = [asyncio.to_thread(_make_empty, folder / ROOT_IMAGE)]
+    else:
+        made = [make_image(folder / ROOT_IMAGE, size_mib=size_mib, identity=str(uuid.uuid4()), owner=_ROOT)]
     if image is None:
         made.append(make_image(folder / "image", size_mib=size_mib, identity=str(uuid.uuid4()), owner=_USER))
     else:
@@ -49,6 +53,10 @@ def sync_handed(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _make_empty(path: Path) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
 def _copy(image: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Puts a VMM into its jail and becomes it: `python -I -S jail.py`, the plan as JSON on stdin.
+"""Puts a VMM into its jail and becomes it: `python -I -S jail.py`, the plan on stdin, by `marshal`.
 
 Run as root; what it becomes is a user of its own without a capability, in namespaces of its own, whose root holds the
 host's programs read-only and a few devices. Files, tap and listening socket are opened before and handed over as open
@@ -11,13 +11,12 @@ from __future__ import annotations
 import _socket
 import ctypes
 import fcntl
-import json
+import marshal
 import os
 import resource
 import stat
 import struct
 import sys
-from typing import Any
 
 __all__ = ["main"]
 
@@ -38,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    plan = json.loads(sys.stdin.buffer.read())
+    plan = marshal.loads(sys.stdin.buffer.read())  # its parent has written it
     os.umask(0o077)
     for group in plan["groups"]:
         with open(f"{group}/cgroup.procs", "w") as file:
@@ -151,7 +150,7 @@ def _close_others(kept: list[int]) -> None:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    arguments: list[Any] = [source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()]
+    arguments: list[object] = [source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()]
     _call(f"mount {target}", _libc.mount(*arguments))
 
 

@@ -133,6 +133,8 @@ def load_state(path: Path, saved: Path, *, memory: bool, timeout_s: float) -> No
     try:
         with Qmp(path, timeout_s=timeout_s) as qmp:
             _prepare(qmp, memory=memory)
+            # Its neighbours know where it is: no word of it is needed that it is here now.
+            qmp("migrate-set-parameters", **{"announce-rounds": 0})
             qmp("getfd", descriptor=source, fdname=_STREAM)
             qmp("migrate-incoming", uri=f"fd:{_STREAM}")
             # It stood still when it was saved, and does so again.

@@ -26,7 +26,14 @@ from cpuos.plugins import RuntimeHost
 from cpuos.runtimes.base import Capability, Probe, Process, RuntimeLimits, RuntimeStats, SandboxSpec
 from cpuos.runtimes.limits import ControlGroups
 from cpuos.runtimes.microvm.image import find_image
-from cpuos.runtimes.microvm.launch import CONTROL, Launch, drive_numbers, guest_arguments, user_for
+from cpuos.runtimes.microvm.launch import (
+    CONTROL,
+    Launch,
+    drive_numbers,
+    guest_arguments,
+    guest_memory_mib,
+    user_for,
+)
 from cpuos.runtimes.microvm.probe import Prober, candidates
 from cpuos.runtimes.microvm.reports import Reports
 from cpuos.runtimes.microvm.saved import (
@@ -52,8 +59,6 @@ log = structlog.get_logger("cpuos.node")
 
 GUEST_MAC = "02:00:0a:00:00:02"
 TAP = "lan"
-AGENT_TASKS = 48
-"""Room for the agent's own threads on top of the sandbox's process limit."""
 ROOT_IMAGE = "root.image"
 _START_S = 45.0
 _POLL_S = 0.01
@@ -123,7 +128,7 @@ class MicrovmRuntime:
         running = self._found(sandbox_id, verb="save")
         layer = await asyncio.to_thread((running.spec.disk / ROOT_IMAGE).stat)
         copies = 2 if self._vmm_of(running.facts).saves_files else 1  # it writes a file of its own first
-        return copies * (running.spec.memory_mib << 20) + layer.st_blocks * 512
+        return copies * (guest_memory_mib(running.spec.memory_mib) << 20) + layer.st_blocks * 512
 
     async def checkpoint(self, sandbox_id: str, *, image: Path) -> None:
         running = self._found(sandbox_id, verb="save")
@@ -203,7 +208,7 @@ class MicrovmRuntime:
         return 0
 
     async def limits(self, spec: SandboxSpec) -> RuntimeLimits:
-        """Only the guest's kernel knows which of its limits are reached, and it is not asked."""
+        """Which of them are reached only the guest's kernel knows: the gateway asks the agent."""
         return RuntimeLimits(tmp_bytes=max(16, spec.memory_mib // 4) << 20)
 
     async def leftovers(self) -> list[str]:
@@ -245,11 +250,13 @@ class MicrovmRuntime:
         groups = await asyncio.to_thread(
             self._groups.create,
             spec.id,
-            memory_mib=spec.memory_mib + vmm.overhead_mib(),
+            memory_mib=guest_memory_mib(spec.memory_mib) + vmm.overhead_mib(),
             cpu=spec.cpu,
             processes=_VMM_TASKS + spec.cpu,
         )
-        memory = await asyncio.to_thread(open_memory, spec.memory_mib, image if kind is Memory.PRIVATE else None)
+        memory = await asyncio.to_thread(
+            open_memory, guest_memory_mib(spec.memory_mib), image if kind is Memory.PRIVATE else None
+        )
         try:
             machine, plan = self._plan(spec, vmm, facts=facts, groups=groups, memory=memory, image=image)
             pid, output = await asyncio.to_thread(vmm.launch, plan, machine, control=folder / CONTROL)
@@ -271,7 +278,7 @@ class MicrovmRuntime:
     async def _find_version(self, vmm: Vmm) -> str:
         """Of what is started now: VMM, devices, kernel and first root. Processors and memory are compared apart."""
         image = await asyncio.to_thread(find_image, self._image_dir)
-        machine = _machine(arguments="", cpu=1, memory_mib=256)
+        machine = _machine(arguments="", cpu=1, memory_mib=guest_memory_mib(256))
         known = await asyncio.to_thread(vmm.identity, machine)
         self._version = f"{known}-{hashlib.sha256(image.identity.encode()).hexdigest()[:12]}"
         return self._version
@@ -282,9 +289,9 @@ class MicrovmRuntime:
         find_image(self._image_dir)
         template, root, workspace, tap, control = _NUMBERS
         machine = _machine(
-            arguments=guest_arguments(spec, tasks=spec.max_processes + AGENT_TASKS),
+            arguments=guest_arguments(spec),
             cpu=spec.cpu,
-            memory_mib=spec.memory_mib,
+            memory_mib=guest_memory_mib(spec.memory_mib),
         )
         machine = replace(machine, memory=facts.memory, saved=None if image is None else image / STATE)
         plan = Launch(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cpuos.errors import CapacityExceeded, PlatformError
 from cpuos.runtimes.base import SandboxSpec
+from cpuos.runtimes.microvm.launch import guest_memory_mib
 from cpuos.runtimes.microvm.memory import copy_file, copy_memory, held_memory, make_memory
 from cpuos.runtimes.microvm.vmm import Memory, Vmm
 
@@ -113,7 +114,7 @@ def save_machine(
     def also() -> None:
         copy_file(layer, image / _LAYER)
         if as_file:
-            memory = held_memory(pidfd, size_mib=spec.memory_mib)
+            memory = held_memory(pidfd, size_mib=guest_memory_mib(spec.memory_mib))
             try:
                 copy_memory(memory, image / MEMORY)
             finally:
@@ -121,7 +122,7 @@ def save_machine(
 
     state = os.open(image / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        limit = _STATE_BYTES if as_file else _STATE_BYTES + (spec.memory_mib << 20)
+        limit = _STATE_BYTES if as_file else _STATE_BYTES + (guest_memory_mib(spec.memory_mib) << 20)
         vmm.save(control, state, memory=not as_file, also=also, limit_bytes=limit, timeout_s=_SAVE_S)
     finally:
         os.close(state)
