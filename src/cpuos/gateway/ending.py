@@ -17,6 +17,7 @@ from cpuos.gateway.reached import ReachedLimits
 from cpuos.gateway.records import STREAMS, RecordedCommand
 from cpuos.gateway.refusals import Refusals
 from cpuos.types.command import CommandStatus
+from cpuos.types.limits import SandboxLimit
 
 __all__ = ["SIGKILL", "CommandEnding"]
 
@@ -86,7 +87,7 @@ class CommandEnding:
             if told != held:
                 log.warning("output.count", command=self._recorded.id, stream=name, told=told, held=held)
         unexplained = word.status in ("signalled", "exited") and SIGKILL_WORDS & {word.signal, word.exit_code}
-        if unexplained and self._oom_at is None:
+        if unexplained and self._oom_at is None and word.met is None:
             asyncio.get_running_loop().call_later(OOM_WAIT_S, self._look_and_settle, word)
         else:
             self._look_and_settle(word)
@@ -94,7 +95,7 @@ class CommandEnding:
     def _look_and_settle(self, word: Ended) -> None:
         quick = word.exit_code == 0 and word.duration_s < REFUSALS_AFTER_S
         refusals = None if quick else self._refusals
-        ask = word.exit_code != 0 or self._oom_at is not None
+        ask = word.exit_code != 0 or self._oom_at is not None or word.met is not None
         if self.decided or not (refusals is not None or ask or self._reached.worth_a_look):
             self.settle()
         else:
@@ -127,16 +128,18 @@ class CommandEnding:
             "output_path": self._output_path(word.output_path),
         }
         near = self._oom_at is not None and self._clock() - self._oom_at <= OOM_NEAR_S
-        ended_by_memory = near and bool(SIGKILL_WORDS & {word.signal, word.exit_code})
+        by_guest = word.met == SandboxLimit.MEMORY and word.status in ("signalled", "exited")
+        lost_a_process = self._lost_a_process or by_guest
+        ended_by_memory = (near or by_guest) and bool(SIGKILL_WORDS & {word.signal, word.exit_code})
         status = CommandStatus.OOM_KILLED if ended_by_memory else CommandStatus(word.status)
         fields["limit_reached"] = self._reached.told(
-            status, exit_code=word.exit_code, out_of_memory=ended_by_memory or self._lost_a_process
+            status, exit_code=word.exit_code, out_of_memory=ended_by_memory or lost_a_process, met=word.met
         )
         if ended_by_memory:
             self.decide(status, signal=SIGKILL, reason="the sandbox ran out of memory", **fields)
         else:
             reason = word.reason
-            if self._lost_a_process and not reason:
+            if lost_a_process and not reason:
                 reason = "the sandbox ran out of memory, and a process of the command was killed"
             if word.exit_code != 0 and status in _EXPLAINED and fields["limit_reached"] is not None and not reason:
                 reason = fields["limit_reached"].reason

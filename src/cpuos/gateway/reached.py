@@ -14,14 +14,17 @@ from typing import Any, Protocol
 import structlog
 
 from cpuos.errors import CpuosError, LimitReached
+from cpuos.gateway.agent.client import AgentClient
 from cpuos.gateway.records import RecordedCommand
 from cpuos.types.command import CommandStatus
 from cpuos.types.limits import FullPlace, LimitFacts, LimitSource, ReachedLimit, SandboxLimit
 
-__all__ = ["LimitReader", "ReachedLimits", "explain", "name_limit", "session_over"]
+__all__ = ["GuestLimitReader", "LimitReader", "ReachedLimits", "explain", "name_limit", "session_over"]
 
 ASK_S = 0.5
 """An end is not held up longer than this by what the node may say."""
+GUEST_ASK_S = 1.5
+"""On top of it, where only the guest knows: one that is emulated, and was just at its limit, is slow."""
 ASK_AGAIN_S = 0.5
 LOOKED_AT = 4 << 10
 """The end of what is written: an error comes last."""
@@ -49,6 +52,33 @@ class LimitReader(Protocol):
     """`cpuos.node.client.DialClient`, or a stand-in."""
 
     async def limits(self, sandbox_id: str, generation: int) -> LimitFacts: ...
+
+
+class GuestLimitReader:
+    """The node's word, and where only the guest's kernel knows, that of its agent: told as the guest's."""
+
+    def __init__(self, reader: LimitReader, agent: AgentClient) -> None:
+        self._reader = reader
+        self._agent = agent
+
+    async def limits(self, sandbox_id: str, generation: int) -> LimitFacts:
+        async with asyncio.timeout(ASK_S):
+            facts = await self._reader.limits(sandbox_id, generation)
+        if not facts.guest_knows:
+            return facts
+        try:
+            async with asyncio.timeout(GUEST_ASK_S):
+                told = await self._agent.limits()
+        except (CpuosError, TimeoutError) as problem:  # an agent of an earlier release, or one that is gone
+            log.info("limits.unknown", sandbox=sandbox_id, why=str(problem) or "its agent did not say in time")
+            return facts.model_copy(update={"tmp_bytes": 0})  # it may be a disk that is full
+        values = {SandboxLimit.DISK: facts.disk_bytes, SandboxLimit.PROCESSES: facts.processes}
+        full = []
+        for place in told.full:
+            limit = SandboxLimit(place.limit)
+            value = values.get(limit, place.value)
+            full.append(FullPlace(limit=limit, value=value, path=place.path, seen_by=LimitSource.GUEST))
+        return facts.model_copy(update={"full": [*facts.full, *full]})
 
 
 class ReachedLimits:
@@ -88,7 +118,7 @@ class ReachedLimits:
         if self._reader is None or not (ask or self._words):
             return
         try:
-            async with asyncio.timeout(ASK_S):
+            async with asyncio.timeout(ASK_S + GUEST_ASK_S):
                 if self._asking is not None:
                     await asyncio.shield(self._asking)
                 if ask and self._facts is None:
@@ -96,19 +126,26 @@ class ReachedLimits:
         except TimeoutError:
             log.info("limits.unknown", command=self._recorded.id, why="the node did not say in time")
 
-    def told(self, status: CommandStatus, *, exit_code: int | None, out_of_memory: bool) -> ReachedLimit | None:
-        """The limit that says most about this end; None when it met none, as far as can be known."""
+    def told(
+        self, status: CommandStatus, *, exit_code: int | None, out_of_memory: bool, met: str | None = None
+    ) -> ReachedLimit | None:
+        """The limit that says most about this end; None when it met none, as far as can be known. `met`: by the count
+        of the guest's own kernel."""
         facts = self._facts
         if out_of_memory:
             value = facts.memory_bytes if facts is not None else None
-            return _reached(SandboxLimit.MEMORY, value)
+            source = LimitSource.GUEST if met == SandboxLimit.MEMORY else LimitSource.HOST
+            return _reached(SandboxLimit.MEMORY, value, source=source)
         if self._seen:
             first = self._seen[0]
-            return _reached(first.limit, first.value, path=first.path)
+            return _reached(first.limit, first.value, path=first.path, source=first.seen_by)
+        if met == SandboxLimit.PROCESSES:
+            value = facts.processes if facts is not None else None
+            return _reached(SandboxLimit.PROCESSES, value, source=LimitSource.GUEST)
         failed = status in _HOLDS or (status is CommandStatus.EXITED and exit_code != 0)
         if failed and facts is not None and facts.full:
             first = facts.full[0]
-            return _reached(first.limit, first.value, path=first.path, coincides=True)
+            return _reached(first.limit, first.value, path=first.path, source=first.seen_by, coincides=True)
         if failed and self._words:
             return self._by_words(facts)
         if status is CommandStatus.TIMED_OUT:
@@ -133,8 +170,8 @@ class ReachedLimits:
         command = self._recorded.record.command
         try:
             self._facts = await self._reader.limits(command.sandbox, command.generation)
-        except CpuosError as problem:
-            log.info("limits.unknown", command=command.id, why=problem.why or problem.what)
+        except (CpuosError, TimeoutError) as problem:
+            log.info("limits.unknown", command=command.id, why=str(problem) or "the node did not say in time")
             return
         if self._words:
             spoken = {SandboxLimit.INODES, *self._words} if SandboxLimit.DISK in self._words else self._words
@@ -146,7 +183,7 @@ async def name_limit(error: LimitReached, reader: LimitReader | None, *, sandbox
     if reader is None or error.details.get("agent_code") != "limit_reached":
         return error
     try:
-        async with asyncio.timeout(ASK_S):
+        async with asyncio.timeout(ASK_S + GUEST_ASK_S):
             facts = await reader.limits(sandbox, generation)
     except (CpuosError, TimeoutError):
         return error

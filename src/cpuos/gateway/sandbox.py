@@ -19,7 +19,7 @@ from cpuos.gateway.commands import CommandRun, start_body
 from cpuos.gateway.journal import Journal
 from cpuos.gateway.limits import GatewayLimits, Slots
 from cpuos.gateway.previews.ports import PublishedPorts
-from cpuos.gateway.reached import LimitReader, name_limit
+from cpuos.gateway.reached import GuestLimitReader, LimitReader, name_limit
 from cpuos.gateway.records import CommandRecord, RecordedCommand, command_begun, new_command_id, shown_argv
 from cpuos.gateway.refusals import Refusals
 from cpuos.gateway.store import CommandStore
@@ -397,7 +397,7 @@ class GatewaySandbox:
             agent.kill_command_later(recorded.id)
             raise refused from error
         except LimitReached as error:
-            named = await name_limit(error, self._limit_reader, sandbox=self.id, generation=self.generation)
+            named = await name_limit(error, self._limits_of(agent), sandbox=self.id, generation=self.generation)
             self._not_started(run, named, result="error")
             raise named from error
         except BaseException as error:
@@ -435,7 +435,7 @@ class GatewaySandbox:
             store=self.store,
             journal=self._journal,
             refusals=self._refusals,
-            limits=self._limit_reader,
+            limits=self._limits_of(agent),
             on_told=self._uncount_command,
             on_saved=self._on_saved,
             journaled=recorded.record.intent in self._settled,
@@ -443,6 +443,9 @@ class GatewaySandbox:
         )
         self.runs[recorded.id] = run
         return run
+
+    def _limits_of(self, agent: AgentClient) -> LimitReader | None:
+        return None if self._limit_reader is None else GuestLimitReader(self._limit_reader, agent)
 
     def _on_saved(self, run: CommandRun) -> None:
         if self.runs.pop(run.id, None) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cpuos.node.journal import Record
 from cpuos.node.kit import Kit
+from cpuos.runtimes.base import Capability
 from cpuos.types.limits import FullPlace, LimitFacts, SandboxLimit
 
 __all__ = ["read_limits"]
@@ -34,5 +35,6 @@ async def read_limits(kit: Kit, record: Record) -> LimitFacts:
         disk_bytes=disk_bytes,
         tmp_bytes=held.tmp_bytes,
         processes=request.max_processes,
+        guest_knows=Capability.OWN_KERNEL in kit.runtime_of(record).capabilities,
         full=full,
     )

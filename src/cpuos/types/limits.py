@@ -33,6 +33,8 @@ class LimitSource(StrEnum):
 
     HOST = "host"
     """Measured or set from outside of the sandbox."""
+    GUEST = "guest"
+    """Counted by the kernel of a microVM, which is the guest's own: who is root in it can have it say anything."""
     OUTPUT = "output"
     """The program's own words: what it wrote is what a program writes that meets the limit."""
 
@@ -55,6 +57,7 @@ class FullPlace(Answer):
     limit: SandboxLimit
     value: int
     path: str | None = None
+    seen_by: LimitSource = LimitSource.HOST
 
 
 class LimitFacts(Answer):
@@ -65,4 +68,6 @@ class LimitFacts(Answer):
     tmp_bytes: int = 0
     """Of /tmp, and again of /dev/shm; 0 where the runtime has no such limit."""
     processes: int
+    guest_knows: bool = False
+    """What is used up of disks and processes only the guest's own kernel can say."""
     full: list[FullPlace] = Field(default_factory=list)

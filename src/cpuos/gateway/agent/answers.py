@@ -30,6 +30,8 @@ __all__ = [
     "Continued",
     "Ended",
     "Frozen",
+    "GuestFull",
+    "GuestLimits",
     "Hello",
     "Started",
     "StdinTaken",
@@ -128,6 +130,8 @@ class Ended(_AgentAnswer):
     exit_code: Annotated[int, Field(ge=0, le=255)] | None = None
     signal: Annotated[int, Field(ge=1, le=64)] | None = None
     limit: Annotated[str, StringConstraints(max_length=64)] | None = None
+    met: Literal["memory", "processes"] | None = None
+    """The limit that programs of it met by the count of the guest's own kernel."""
     reason: Annotated[str, StringConstraints(max_length=MAX_MESSAGE)] = ""
     duration_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     stdout_bytes: Count = 0
@@ -145,6 +149,18 @@ class Ended(_AgentAnswer):
         if (self.limit is not None) != (self.status == "limited"):
             raise ValueError("a limit comes with status limited, and only with it")
         return self
+
+
+class GuestFull(_AgentAnswer):
+    """A limit that is used up, as the guest's own kernel has it."""
+
+    limit: Literal["disk", "inodes", "processes"]
+    path: Literal["/workspace", "/"] | None = None
+    value: Count
+
+
+class GuestLimits(_AgentAnswer):
+    full: Annotated[list[GuestFull], Field(max_length=16)]
 
 
 class AgentCommand(_AgentAnswer):
@@ -186,6 +202,7 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {
         TreeDone,
         Frozen,
         Continued,
+        GuestLimits,
         FileInfo,
         FileEvent,
         _Refusal,

@@ -14,7 +14,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from cpuos.errors import AgentFailure, Conflict, CpuosError
-from cpuos.gateway.agent.answers import AgentCommands, Continued, Frozen, Hello, own_refusal, read_answer, refusal
+from cpuos.gateway.agent.answers import (
+    AgentCommands,
+    Continued,
+    Frozen,
+    GuestLimits,
+    Hello,
+    own_refusal,
+    read_answer,
+    refusal,
+)
 from cpuos.gateway.agent.connection import (
     AgentConnection,
     AgentTimes,
@@ -383,6 +392,11 @@ class AgentClient:
         """What the agent still knows."""
         told = await self.call("GET", "/v1/commands", what="cannot list the commands", of_itself="")
         return read_answer(AgentCommands, told)
+
+    async def limits(self) -> GuestLimits:
+        """Those that the guest's own kernel sees used up."""
+        told = await self.call("GET", "/v1/limits", what="cannot read the limits", of_itself="")
+        return read_answer(GuestLimits, told)
 
     # standing still
 
