@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from datetime import datetime
 from typing import Any
+from weakref import WeakValueDictionary
 
 from cpuos.errors import Conflict, SandboxGone, Unavailable
 from cpuos.node.changes import ChangeFeed
@@ -26,7 +27,8 @@ class Ledger:
         self.clock = clock
         self.changes = ChangeFeed()
         self._records: dict[str, Record] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Each as long as somebody holds it or waits for it: dropped by hand, it would be two."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def load(self) -> list[Record]:
@@ -64,9 +66,6 @@ class Ledger:
 
     def lock(self, sandbox_id: str) -> asyncio.Lock:
         return self._locks.setdefault(sandbox_id, asyncio.Lock())
-
-    def drop_lock(self, sandbox_id: str) -> None:
-        self._locks.pop(sandbox_id, None)
 
     def publish(self, record: Record) -> SandboxFacts:
         facts = facts_of(record)

@@ -74,7 +74,6 @@ class Snapshots:
         async with self._ledger.lock(_key(snapshot)):
             self._images.check_unread(snapshot)
             await asyncio.to_thread(self._images.discard, snapshot)
-        self._ledger.drop_lock(_key(snapshot))
 
     async def _known(self, snapshot: str, *, of: Record) -> SnapshotFacts | None:
         if not await asyncio.to_thread(self._images.has, snapshot):

@@ -81,7 +81,6 @@ class Upkeep:
                 continue
             if record.stage is Stage.GONE and record.changed_at < oldest:
                 await self._ledger.forget(record.id)
-                self._ledger.drop_lock(record.id)
             elif self._is_unattended(record):
                 await self._recover(record)
             elif record.stage is Stage.DELETING or (record.stage is Stage.DEAD and not record.ended):
@@ -208,8 +207,6 @@ class Upkeep:
                 record = self._ledger.find(sandbox_id)
                 if record is None or record.stage is Stage.GONE:
                     await self._remove_orphan(sandbox_id)
-            if self._ledger.find(sandbox_id) is None:
-                self._ledger.drop_lock(sandbox_id)
 
     async def _remove_orphan(self, sandbox_id: str) -> None:
         log.warning("orphan found", sandbox=sandbox_id)

@@ -297,3 +297,37 @@ async def test_what_is_left_of_one_is_removed_before_its_next_generation_is_made
     await node.service.sweep()  # of one that is there again nothing is removed, whatever the list says
     assert order == ["removed", "created"]
     assert (await node.client.get(A)).alive
+
+
+async def test_a_sandbox_has_one_lock_whoever_lets_go_of_it(node, asking, monkeypatch):
+    """Of three that come one after the other, while sweep or delete of a snapshot forget what is over, two never work
+    at once."""
+    service, ledger = node.service, node.service.ledger
+    assembly, inside, most = service._assembly, 0, 0
+
+    async def leftovers():
+        return [A]
+
+    async def work(key):
+        nonlocal inside, most
+        async with ledger.lock(key):
+            inside += 1
+            most = max(most, inside)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            inside -= 1
+
+    async def slowly(*steps, **values):
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(assembly, "leftovers", leftovers)
+    monkeypatch.setattr("cpuos.node.upkeep.run_steps", slowly)
+    for lets_go, key in ((service.sweep, A), (lambda: service.delete_snapshot(A), f"snapshot {A}")):
+        going = asyncio.create_task(lets_go())
+        while not ledger.lock(key).locked():  # noqa: ASYNC110 (a moment, in which nothing else comes between)
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(work(key))
+        await asyncio.sleep(0)
+        await going
+        await asyncio.gather(waiting, work(key))
+    assert most == 1
