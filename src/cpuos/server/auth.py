@@ -32,6 +32,7 @@ class Permission(StrEnum):
 
     SANDBOXES_READ = "sandboxes.read"
     SANDBOXES_WRITE = "sandboxes.write"
+    """The answer to who makes, copies or recreates a sandbox holds the way into it."""
     SANDBOXES_ACCESS = "sandboxes.access"
     """Tickets and links: the way into a sandbox."""
     WORKSPACE_WRITE = "workspace.write"
