@@ -66,11 +66,10 @@ class _OpenPort(Request):
 
 
 class _Oom(Request):
-    """Memory ran out in a sandbox and a process was chosen: its number inside, and those of its ancestors."""
+    """Memory ran out in a sandbox and a process was killed: its number inside, and those of its ancestors; none where
+    they are not known."""
 
-    pid: int = Field(ge=1)
-    ancestors: Annotated[list[int], Field(max_length=256)] = Field(default_factory=list)
-    at: float | None = None
+    pids: Annotated[list[int], Field(max_length=512)]
 
 
 class _Halted(Request):
@@ -143,7 +142,7 @@ async def _forget(call: Call, gateway: Gateway) -> None:
 
 async def _oom(call: Call, gateway: Gateway) -> None:
     request: _Oom = read_model(_Oom, await call.body(limit=MAX_JSON))
-    commands = gateway.sandboxes.get(_sandbox_id(call)).oom({request.pid, *request.ancestors})
+    commands = gateway.sandboxes.get(_sandbox_id(call)).oom(set(request.pids))
     await call.answer_json(200, {"commands": commands})
 
 

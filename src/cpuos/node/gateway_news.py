@@ -28,9 +28,9 @@ class GatewayNews:
         self._telling: set[asyncio.Task[int]] = set()
 
     def tell_killed(self, sandbox_id: str, pids: tuple[int, ...]) -> None:
-        """`pids`: the process that dies, then its ancestors; numbers of the sandbox's own."""
-        if pids:
-            self._tell(sandbox_id, "oom", {"pid": pids[0], "ancestors": list(pids[1:])})
+        """`pids`: the process that dies, then its ancestors; numbers of the sandbox's own. None where only the host
+        knows which it was."""
+        self._tell(sandbox_id, "oom", {"pids": list(pids)})
 
     def tell_halted(self, sandbox_id: str, *, halted: bool) -> None:
         self._tell(sandbox_id, "halted", {"halted": halted})

@@ -259,12 +259,14 @@ class MemoryGauge:
 
     def __init__(self, group: Path, *, names: _Names) -> None:
         self._names = names
-        self._usage = move_up(os.open(group / names.memory, os.O_RDONLY | os.O_CLOEXEC))
+        self._opened: list[int] = []
         try:
-            self._stat = move_up(os.open(group / "memory.stat", os.O_RDONLY | os.O_CLOEXEC))
+            for name in (names.memory, "memory.stat", names.memory_events):
+                self._opened.append(move_up(os.open(group / name, os.O_RDONLY | os.O_CLOEXEC)))
         except OSError:
-            os.close(self._usage)
+            self.close()
             raise
+        self._usage, self._stat, self._events = self._opened
 
     def read(self, *, above: int = 0) -> int:
         """Bytes in use. Exact only when over `above`: below it the cheap upper bound is good enough."""
@@ -275,9 +277,13 @@ class MemoryGauge:
         cache = _value(text, self._names.cache_key) - _value(text, self._names.shmem_key)
         return max(0, usage - cache)
 
+    def host_kills(self) -> int:
+        """How often the host's kernel has killed a process of the group, which was at its limit."""
+        return _value(os.pread(self._events, 4096, 0), b"oom_kill ")
+
     def close(self) -> None:
-        os.close(self._usage)
-        os.close(self._stat)
+        while self._opened:
+            os.close(self._opened.pop())
 
 
 def _threads(process: int) -> list[int]:

@@ -132,12 +132,27 @@ async def test_memory_ran_out(rig: Rig) -> None:
         victim = await client.spawn("exec sleep 100")
         bystander = await client.spawn("sleep 0.6")
         pid = rig.gateway.sandboxes.get(SANDBOX).runs[victim].recorded.record.pid
-        answer = await rig.control.post(f"/v1/sandboxes/{SANDBOX}/oom", json={"pid": 99999, "ancestors": [pid, 1]})
+        answer = await rig.control.post(f"/v1/sandboxes/{SANDBOX}/oom", json={"pids": [99999, pid, 1]})
         assert answer.json() == {"commands": [victim]}
         os.kill(pid, 9)
         end = await client.wait(victim)
         assert (end["status"], end["signal"], end["exit_code"]) == ("oom_killed", 9, None)
         assert (await client.wait(bystander))["status"] == "exited"
+
+
+async def test_memory_ran_out_and_the_host_was_faster(rig: Rig) -> None:
+    """It says only that one of them is gone; the word may come after the end."""
+    async with rig.client() as client:
+        victim = await client.spawn("exec sleep 100")
+        bystander = await client.spawn("sleep 0.6")
+        os.kill(rig.gateway.sandboxes.get(SANDBOX).runs[victim].recorded.record.pid, 9)
+        await asyncio.sleep(0.1)
+        answer = await rig.control.post(f"/v1/sandboxes/{SANDBOX}/oom", json={"pids": []})
+        assert set(answer.json()["commands"]) == {victim, bystander}
+        end = await client.wait(victim)
+        assert (end["status"], end["limit_reached"]["limit"]) == ("oom_killed", "memory")
+        end = await client.wait(bystander)
+        assert (end["status"], end["limit_reached"]) == ("exited", None)
 
 
 async def test_a_kill_that_nobody_explains_is_a_signal(rig: Rig) -> None:

@@ -164,7 +164,7 @@ async def test_commands_of_a_session_that_is_over(rig: Rig, client: DataClient) 
 
 
 async def test_memory_of_a_process_that_no_command_owns_is_in_the_journal(rig: Rig) -> None:
-    await rig.control.post(f"/v1/sandboxes/{SANDBOX}/oom", json={"pid": 99999, "ancestors": [1]})
+    await rig.control.post(f"/v1/sandboxes/{SANDBOX}/oom", json={"pids": [99999, 1]})
     entries = [entry for entry in await rig.journal() if entry["action"] == "limit.reached"]
     assert [entry["detail"]["limit"] for entry in entries] == ["memory"]
 

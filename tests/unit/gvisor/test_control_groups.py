@@ -41,6 +41,7 @@ def test_measures(groups):
     try:
         assert gauge.read() == 600000, "page cache does not count, shmem does"
         assert gauge.read(above=2000000) == 1000000, "below the mark the upper bound is enough"
+        assert gauge.host_kills() == 1
     finally:
         gauge.close()
     assert groups.cpu_seconds(ID) == 2.5

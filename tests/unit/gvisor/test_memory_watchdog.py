@@ -16,17 +16,21 @@ from cpuos.testing.waiting import until
 
 MANY = [f"{number:020}" for number in range(40)]
 LIMIT = 100 << 20
+KILLED = []
 
 
 class Worker:
-    """Chooses nobody; notes who was asked for."""
+    """Chooses nobody, or whom it is told to; notes who was asked for."""
 
     def __init__(self):
         self.asked = []
+        self.chosen = ()
+        self.meanwhile = lambda: None
 
     async def choose(self, control):
         self.asked.append(control)
-        return ()
+        self.meanwhile()
+        return self.chosen
 
 
 class Control:
@@ -36,6 +40,9 @@ class Control:
     def connect(self):
         return self.sandbox_id
 
+    async def kill(self, pid):
+        KILLED.append(pid)
+
 
 @pytest.fixture
 def groups(tmp_path):
@@ -44,6 +51,7 @@ def groups(tmp_path):
         group = tmp_path / "cpuos-abcdef" / sandbox_id
         group.mkdir(parents=True)
         (group / "memory.stat").write_text("file 0\nshmem 0\n")
+        (group / "memory.events").write_text("low 0\noom_kill 0\n")
         (group / "memory.current").write_text(str(10 << 20).ljust(12))
     return ControlGroups("abcdef", root=tmp_path)
 
@@ -51,8 +59,10 @@ def groups(tmp_path):
 @pytest.fixture
 async def watchdog(groups):
     worker = Worker()
-    watchdog = MemoryWatchdog(groups, worker=worker, on_kill=lambda kill: None)
-    watchdog.worker = worker
+    told = []
+    watchdog = MemoryWatchdog(groups, worker=worker, on_kill=told.append)
+    watchdog.worker, watchdog.told = worker, told
+    KILLED.clear()
     yield watchdog
     await watchdog.close()
 
@@ -89,6 +99,49 @@ async def test_it_is_looked_at_again_after_its_relief(tmp_path, watchdog):
         watchdog.worker.asked.clear()
         await asyncio.sleep(0.1)
         assert not watchdog.worker.asked
+
+
+def host_kills(tmp_path, sandbox_id, number):
+    with (tmp_path / "cpuos-abcdef" / sandbox_id / "memory.events").open("r+") as file:
+        file.write(f"low 0\noom_kill {number}\n")
+
+
+async def test_what_the_host_has_killed_is_told_once_though_nobody_saw_the_memory(tmp_path, watchdog):
+    watch_all(watchdog)
+    await asyncio.sleep(0.1)
+    host_kills(tmp_path, MANY[5], 2)
+    await until(lambda: watchdog.told)
+    await asyncio.sleep(0.5)
+    [kill] = watchdog.told
+    assert (kill.sandbox_id, kill.pids, kill.whole) == (MANY[5], (), False)
+    assert (watchdog.worker.asked, KILLED) == ([], [])
+
+
+@pytest.mark.parametrize("faster", ["the host", "the process"])
+async def test_nobody_is_killed_when_the_memory_is_there_again(tmp_path, watchdog, faster):
+    """What had it was gone before the worker chose, so the one that it chose is another."""
+
+    def meanwhile():
+        use(tmp_path, MANY[5], 10)
+        if faster == "the host":
+            host_kills(tmp_path, MANY[5], 1)
+
+    watchdog.worker.chosen, watchdog.worker.meanwhile = (39, 1), meanwhile
+    watch_all(watchdog)
+    use(tmp_path, MANY[5], 90)
+    await until(lambda: watchdog.worker.asked)
+    await asyncio.sleep(0.5)
+    assert KILLED == []
+    assert [kill.pids for kill in watchdog.told] == ([()] if faster == "the host" else [])
+
+
+async def test_the_one_that_was_chosen_is_killed(tmp_path, watchdog):
+    watchdog.worker.chosen = (39, 1)
+    watch_all(watchdog)
+    use(tmp_path, MANY[5], 90)
+    await until(lambda: KILLED)
+    use(tmp_path, MANY[5], 10)
+    assert (KILLED[0], watchdog.told[0].pids) == (39, (39, 1))
 
 
 async def test_many_take_one_task(watchdog):

@@ -27,7 +27,7 @@ async def test_kill_is_posted_with_its_ancestors(tmp_path):
         news = GatewayNews(tmp_path / "gateway.sock")
         news.tell_killed(ID, (9, 7, 3))
         assert await heard.get() == f"POST /v1/sandboxes/{ID}/oom HTTP/1.1".encode()
-        assert json.loads(await heard.get()) == {"pid": 9, "ancestors": [7, 3]}
+        assert json.loads(await heard.get()) == {"pids": [9, 7, 3]}
         news.tell_halted(ID, halted=True)
         assert await heard.get() == f"POST /v1/sandboxes/{ID}/halted HTTP/1.1".encode()
         assert json.loads(await heard.get()) == {"halted": True}

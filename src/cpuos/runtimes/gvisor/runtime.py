@@ -338,7 +338,7 @@ class GvisorRuntime:
             running.ended.set_result(self._reason(sandbox_id, running))
 
     def _reason(self, sandbox_id: str, running: _Running) -> str:
-        if any(kill.sandbox_id == sandbox_id and not kill.pids for kill in self.oom_kills):
+        if any(kill.sandbox_id == sandbox_id and kill.whole for kill in self.oom_kills):
             return "it was out of memory and no longer answered, so it was killed"
         if self._groups.was_oom_killed(sandbox_id):
             return "it reached its memory limit and the host's kernel killed it"
@@ -359,7 +359,8 @@ class GvisorRuntime:
 
     def _note_kill(self, kill: OomKill) -> None:
         self.oom_kills.append(kill)
-        self._on_oom(kill.sandbox_id, kill.pids)
+        if not kill.whole:
+            self._on_oom(kill.sandbox_id, kill.pids)
 
     def _remove_traces(self, sandbox_id: str) -> None:
         """What `runsc delete` leaves where it could not do its work."""

@@ -1,7 +1,8 @@
 """Keeps a sandbox below its memory limit by killing its biggest process, before the host kills all of it.
 
 gVisor has no OOM killer of its own: at the limit of the host's control group the host kills the sentry, and with it
-everything. So the group's memory is looked at often, and from 80 % on the largest guest process is killed.
+everything, or what stands for one process of the guest. So the group's memory is looked at often, and from 80 % on
+the largest guest process is killed. Where the host was faster, and the sandbox lives, that is told too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _THRESHOLD = 0.8
 _TRIES, _LAST_RESORT = 3, 0.95
 _POLL_S = 0.02
 _SLOW_POLL_S = 0.2
+"""Well below what the gateway waits for the word that explains a SIGKILL."""
 # No guest was seen to fill memory faster; what is left below the threshold lasts at least this long.
 _FILL_BYTES_PER_S = 4 << 30
 _CHOICE_S = 2.0
@@ -44,7 +46,10 @@ class OomKill:
 
     sandbox_id: str
     pids: tuple[int, ...]
-    """Numbers in the sandbox: the process, then its ancestors. Empty when the whole sandbox had to go."""
+    """Numbers in the sandbox: the process, then its ancestors. Empty when the host's kernel was faster: what it chose
+    has no number there; and for a whole sandbox."""
+    whole: bool = False
+    """The whole sandbox had to go."""
     at: float
     """Unix time."""
 
@@ -126,8 +131,12 @@ class _Watched:
     gauge: MemoryGauge
     limit_bytes: int
     control: ControlSocket
+    host_kills: int
+    """Those that are told."""
     due: float = 0.0
     """The loop's time at which it may have come to the threshold."""
+    kills_due: float = 0.0
+    """When to ask whether the host has killed: it is told even if nobody saw the memory go up and down."""
     relief: asyncio.Task[None] | None = None
     """It is above the threshold, and is being brought below."""
 
@@ -149,7 +158,11 @@ class MemoryWatchdog:
     def watch(self, sandbox_id: str, *, limit_bytes: int, control: ControlSocket) -> None:
         gauge = self._groups.gauge(sandbox_id)
         self._watched[sandbox_id] = _Watched(
-            sandbox_id=sandbox_id, gauge=gauge, limit_bytes=limit_bytes, control=control
+            sandbox_id=sandbox_id,
+            gauge=gauge,
+            limit_bytes=limit_bytes,
+            control=control,
+            host_kills=gauge.host_kills(),
         )
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look_for_ever(), name="cpuos-memory-watchdog")
@@ -182,6 +195,9 @@ class MemoryWatchdog:
     def _look(self, watched: _Watched, *, now: float) -> None:
         try:
             used = watched.gauge.read(above=watched.threshold)
+            if now >= watched.kills_due:
+                watched.kills_due = now + _SLOW_POLL_S
+                self._tell_host_kills(watched)
         except OSError:
             self._leave(watched)  # the group went with its sandbox
         except Exception:
@@ -192,6 +208,16 @@ class MemoryWatchdog:
                 watched.relief = asyncio.create_task(self._bring_below(watched))
             else:
                 watched.due = now + min(_SLOW_POLL_S, (watched.threshold - used) / _FILL_BYTES_PER_S)
+
+    def _tell_host_kills(self, watched: _Watched) -> bool:
+        """Whether there was one that was not told yet."""
+        killed = watched.gauge.host_kills()
+        if killed <= watched.host_kills:
+            return False
+        watched.host_kills = killed
+        log.warning("guest process killed by the host's kernel: out of memory", sandbox=watched.sandbox_id)
+        self._on_kill(OomKill(sandbox_id=watched.sandbox_id, pids=(), at=time.time()))
+        return True
 
     def _leave(self, watched: _Watched) -> None:
         if self._watched.get(watched.sandbox_id) is watched:
@@ -223,6 +249,8 @@ class MemoryWatchdog:
             line = await self._worker.choose(watched.control.connect())
             if line is None:
                 return False
+            if self._tell_host_kills(watched) or gauge.read(above=watched.threshold) <= watched.threshold:
+                return True  # what had the memory is gone, and what was chosen now is another
             if not line:
                 return True  # the memory is not a process's; the host's limit is what is left
             self._on_kill(OomKill(sandbox_id=sandbox_id, pids=line, at=time.time()))
@@ -239,5 +267,5 @@ class MemoryWatchdog:
     async def _kill_all(self, sandbox_id: str) -> None:
         """Better than the host's kernel, which would choose among the sentry's processes and may leave a torso."""
         log.warning("sandbox killed: it is out of memory and does not answer", sandbox=sandbox_id)
-        self._on_kill(OomKill(sandbox_id=sandbox_id, pids=(), at=time.time()))
+        self._on_kill(OomKill(sandbox_id=sandbox_id, pids=(), whole=True, at=time.time()))
         await asyncio.to_thread(self._groups.kill, sandbox_id)
