@@ -148,7 +148,7 @@ def running(client: Client, name: str, step: str, **recipe: Any) -> dict[str, An
 
 async def test_who_waits_for_a_build_that_is_cancelled_goes_on_alone(client, async_client: AsyncClient):
     """With the files that it has: they go into the sandbox that it gets then."""
-    file = {"path": "/opt/a-file", "sha256": hashlib.sha256(b"1\n").hexdigest(), "size": 2}
+    file = {"path": "/opt/a-file", "sha256": hashlib.sha256(b"here\n").hexdigest(), "size": 5}
     first = running(client, "first", "upload", files=[file], run=["cat /opt/a-file; false"], disk_mib=1024)
 
     def asked() -> int:
@@ -157,14 +157,14 @@ async def test_who_waits_for_a_build_that_is_cancelled_goes_on_alone(client, asy
 
     before = asked()
     lines: list[str] = []
-    recipe = {"files": {"/opt/a-file": "1\n"}, "run": ["cat /opt/a-file; false"], "on_output": lines.append}
+    recipe = {"files": {"/opt/a-file": "here\n"}, "run": ["cat /opt/a-file; false"], "on_output": lines.append}
     second = asyncio.create_task(AsyncTemplate.build("second", **recipe, **SIZE, client=async_client))
     await until(lambda: asked() > before)
     client.call("DELETE", f"/v1/builds/{first['id']}")
     with pytest.raises(CpuosError) as failed:  # in a step of its own, which is quicker than a whole build
         await second
     assert (failed.value.details["step"], failed.value.details["exit_code"]) == ("run 1", 1)
-    assert lines == ["== files: 1 files, 0 variables", "== run 1: cat /opt/a-file; false", "1"]
+    assert lines == ["== files: 1 files, 0 variables", "== run 1: cat /opt/a-file; false", "here"]
 
 
 FILE = {"path": "/opt/a", "sha256": "0" * 64, "size": 1}
