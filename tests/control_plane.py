@@ -161,14 +161,15 @@ class FakeNode:
             raise self.create_error
         if self.fenced.get(request.id, 0) >= request.generation:
             raise Conflict("cannot create: deleted meanwhile", code="stale_generation")
+        own = next(runtime for runtime in self.runtimes if runtime.name == request.runtime)
         facts = self.sandboxes.get(request.id) or SandboxFacts(
             id=request.id,
             generation=request.generation,
             alive=True,
             started_from=StartedFrom.POOL if is_ready else StartedFrom.COLD,
             runtime=request.runtime,
-            isolation=Isolation.GVISOR,
-            isolation_detail="systrap",
+            isolation=own.isolation,
+            isolation_detail=own.detail,
             template=request.template,
             template_digest=f"sha256:{request.template}",
             started_at=datetime.now(UTC),

@@ -14,6 +14,8 @@ from cpuos.errors import CapacityExceeded, Conflict, PlatformError, Unavailable
 from cpuos.server.auth import create_key
 from cpuos.server.db.models import Workspace
 from cpuos.testing.waiting import until
+from cpuos.types.node import RuntimeFacts
+from cpuos.types.sandbox import Isolation
 
 DISK_FULL = PlatformError("cannot make it", "the volume is full", code="disk_full")
 
@@ -43,6 +45,21 @@ async def other_key(server: Server) -> dict[str, str]:
         await connection.execute(insert(Workspace).values(id="other", name="other", created_at=clock()))
         key = await create_key(connection, workspace="other", name="k", clock=clock)
     return {"authorization": f"Bearer {key}"}
+
+
+async def test_who_has_an_emulated_sandbox_may_fork_it(server: Server) -> None:
+    """It was asked for when it was made. A create says so itself, whatever it begins with."""
+    emulated = RuntimeFacts(name="microvm", available=True, isolation=Isolation.EMULATED, detail="qemu tcg")
+    server.installation.node.runtimes[:] = [emulated]
+    await server.settle()
+    await server.created(name="one", runtime="microvm", allow_emulated=True)
+    snap = await made(server)
+    for path in ("sandboxes/one", f"snapshots/{snap['id']}"):
+        answer = await fork(server, path, count=2)
+        assert answer.status_code == 201, answer.text
+        assert {one["sandbox"]["isolation"] for one in answer.json()["sandboxes"]} == {"emulated"}
+    assert error_of(await server.create(snapshot=snap["id"]))["code"] == "runtime_unavailable"
+    await server.created(snapshot=snap["id"], allow_emulated=True)
 
 
 @pytest.mark.parametrize("paused", [False, True])

@@ -19,6 +19,7 @@ from cpuos.server.audit import SYSTEM
 from cpuos.server.clock import Clock
 from cpuos.server.db.database import Database
 from cpuos.server.db.layers import layer_snapshots
+from cpuos.server.db.sandboxes import row_of
 from cpuos.server.db.snapshots import (
     all_snapshots,
     change_snapshot,
@@ -35,7 +36,7 @@ from cpuos.server.tasks import Tasks
 from cpuos.types.alarms import AlarmRule
 from cpuos.types.network import NetworkPolicy
 from cpuos.types.node import SnapshotFacts
-from cpuos.types.sandbox import SandboxCreate, SandboxState
+from cpuos.types.sandbox import Isolation, SandboxCreate, SandboxState
 from cpuos.types.snapshot import Fork, SnapshotCreate, SnapshotState
 
 __all__ = ["RESCUED_KEPT", "Snapshots", "wishes_of_fork"]
@@ -206,7 +207,8 @@ class Snapshots:
         made = await self.create(row, SnapshotCreate(), actor=actor, intent=None, internal=True)
         self._working.add(made.id)
         try:
-            return await self._fork(made, wishes_of_fork(request, row), request.count, actor=actor, intent=intent)
+            wishes = wishes_of_fork(request, row, of=row)
+            return await self._fork(made, wishes, request.count, actor=actor, intent=intent)
         finally:
             self._working.discard(made.id)
             await self._discard(made)
@@ -214,7 +216,10 @@ class Snapshots:
     async def fork_snapshot(self, row: Row[Any], request: Fork, *, actor: str, intent: int | None) -> list[Row[Any]]:
         """So many sandboxes that begin with it; all of them, or the error and none."""
         await self._check_quota(row.workspace, request.count)
-        return await self._fork(row, wishes_of_fork(request, None), request.count, actor=actor, intent=intent)
+        async with self._database.read() as connection:
+            source = await row_of(connection, row.sandbox)
+        wishes = wishes_of_fork(request, None, of=source)
+        return await self._fork(row, wishes, request.count, actor=actor, intent=intent)
 
     async def _check_quota(self, workspace: str, count: int) -> None:
         """Before anything is made; each create checks again."""
@@ -385,8 +390,9 @@ def _surplus(rows: Iterable[Row[Any]], *, limits: Mapping[str, int | None]) -> s
     return surplus
 
 
-def wishes_of_fork(request: Fork, row: Row[Any] | None) -> SandboxCreate:
-    """What each of a fork's sandboxes is to be beside its snapshot: as the one they are made of."""
+def wishes_of_fork(request: Fork, row: Row[Any] | None, *, of: Row[Any] | None) -> SandboxCreate:
+    """What each of a fork's sandboxes is to be beside its snapshot: as the one they are made of. `of` is that one, also
+    where only its snapshot is forked: whoever made it as an emulated one has asked for that."""
     values: dict[str, Any] = {}
     if row is not None:
         kept = (
@@ -401,6 +407,7 @@ def wishes_of_fork(request: Fork, row: Row[Any] | None) -> SandboxCreate:
             "alarms",
         )
         values = {name: getattr(row, name) for name in kept} | {"network": NetworkPolicy.model_validate(row.network)}
+    values["allow_emulated"] = of is not None and of.isolation == Isolation.EMULATED.value
     given = {"timeout_s": request.timeout_s, "labels": request.labels}
     return SandboxCreate(**values | {name: value for name, value in given.items() if value is not None})
 
