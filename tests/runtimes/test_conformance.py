@@ -68,6 +68,7 @@ class TestFakeConformance(SandboxConformance):
 class TestFakeLifecycle(LifecycleConformance):
     """Its processes stand still and go on; they cannot be in two places."""
 
+    packs = False
     known_failures: ClassVar[dict[str, str]] = {
         "test_clones_are_not_each_other": "they share the machine that runs them, and its id"
     }
