@@ -223,7 +223,7 @@ async def kill_command(call: Call, sandbox: GatewaySandbox, ticket: Ticket, gate
     run = await sandbox.find_run(call.values["command"])
     request: _KillRequest = read_model(_KillRequest, await call.body(limit=gateway.limits.json_bytes))
     number = signal_number(request.signal)
-    if run is not None:
+    if run is not None and not run.recorded.ended:  # it may have ended and not be saved yet
         detail = {"signal": number, "reason": request.reason}
         async with journaled(gateway, ticket, "command.kill", target=run.id, detail=detail):
             await run.kill(number, reason=request.reason or f"killed by {ticket.actor}")

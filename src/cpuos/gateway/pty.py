@@ -233,6 +233,8 @@ class _Keys:
         elif frame.kind is FrameKind.KILL:
             await self._sandbox.awake()
             number = signal_number(_signal(frame.payload))
+            if run.recorded.ended:
+                return
             detail = {"signal": number, "reason": "from its terminal"}
             async with journaled(self._gateway, self._ticket, "command.kill", target=run.id, detail=detail):
                 await run.kill(number, reason="killed from its terminal")
