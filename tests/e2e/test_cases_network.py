@@ -10,6 +10,7 @@ import pytest
 
 from cpuos import Network, Sandbox
 from cpuos.testing.sealed import SealedInstance, SealedWorld, addresses
+from cpuos.testing.waiting import wait_until
 from cpuos.types.network import Connection, Verdict
 from refusals import told_refusals
 
@@ -122,11 +123,11 @@ def test_c26_all_other_ways_are_refused_and_on_record(world: SealedWorld, sandbo
     assert not {"connected"} & set(odd)
     assert all(came.endswith("Error") for came in odd), odd
 
-    (name,) = recorded(sandbox, name=EVIL)
+    (name,) = wait_until(lambda: recorded(sandbox, name=EVIL))
     assert (name.kind, name.verdict, name.rule) == ("dns", Verdict.REFUSED, not_listed)
     for kind, places in (("tcp", refused_tcp), ("udp", refused_udp)):
         for (address, port), rule in places.items():
-            found = recorded(sandbox, kind=kind, address=address, port=port)
+            found = wait_until(lambda: recorded(sandbox, kind=kind, address=address, port=port))  # noqa: B023
             assert [(one.verdict, one.rule) for one in found][:1] == [(Verdict.REFUSED, rule)], (
                 kind,
                 address,
@@ -156,10 +157,13 @@ def test_c26_the_allowed_name_works_also_after_it_moved(world: SealedWorld, sand
     seen = {connection.sni for connection in world.connections() if connection.protocol == "tls"}
     assert seen == {ALLOWED}
     assert {query["name"].rstrip(".").lower() for query in world.names.queries()} == {ALLOWED}
-    allowed = recorded(sandbox, verdict=Verdict.ALLOWED, name=ALLOWED, port=443)
-    assert {one.address for one in allowed} == {addresses.WEB, "93.184.50.50"}
-    assert {one.rule for one in allowed} == {f"sandbox allow {ALLOWED}"}
-    assert [one for one in recorded(sandbox, verdict=Verdict.REFUSED, port=443) if one.name == EVIL]
+
+    def allowed() -> list[Connection]:
+        return recorded(sandbox, verdict=Verdict.ALLOWED, name=ALLOWED, port=443)
+
+    wait_until(lambda: {one.address for one in allowed()} == {addresses.WEB, "93.184.50.50"})
+    assert {one.rule for one in allowed()} == {f"sandbox allow {ALLOWED}"}
+    wait_until(lambda: [one for one in recorded(sandbox, verdict=Verdict.REFUSED, port=443) if one.name == EVIL])
 
 
 def test_a_connection_is_recorded_with_its_bytes(world: SealedWorld, sandbox: Sandbox) -> None:
