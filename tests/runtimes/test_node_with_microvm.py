@@ -49,7 +49,8 @@ def status_of(pid: int) -> dict[str, str]:
 def mounted_of(node: Node, sandbox_id: str) -> list[str]:
     """Mounts and loop devices that name the sandbox."""
     mounts = Path(f"/proc/{node.process.pid}/mountinfo").read_text().splitlines()
-    loops = [path.read_text() for path in Path("/sys/block").glob("loop*/loop/backing_file")]
+    backed = [path.read_text() for path in Path("/sys/block").glob("loop*/loop/backing_file")]
+    loops = [path for path in backed if path.startswith(f"{node.settings.node_state_dir}/")]  # the host has others too
     return [line for line in [*mounts, *loops] if sandbox_id in line]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 
 from cpuos.types.node import SandboxFacts
 
@@ -56,13 +57,11 @@ class ChangeFeed:
         """Changes with a higher number; waits up to `wait_s` for the first."""
         if not self._floor <= seq <= self._seq:
             return self._seq, [facts for _, facts in self._latest.values()]
-        if seq == self._seq and wait_s > 0 and not self._closed:
-            changed = self._changed
-            try:
+        if wait_s > 0:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await changed.wait()
-            except TimeoutError:
-                pass
+                    while seq == self._seq and not self._closed:  # what is told late may be known already
+                        await self._changed.wait()
         return self._seq, [facts for number, facts in self._latest.values() if number > seq]
 
     def _forget_ended(self) -> None:

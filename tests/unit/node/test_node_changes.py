@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cpuos.node.changes import ChangeFeed
+from cpuos.node.changes import GOOD_NEWS_S, ChangeFeed
 from cpuos.types.node import SandboxFacts
 from cpuos.types.sandbox import Isolation
 
@@ -68,3 +68,15 @@ async def test_who_asks_after_it_is_told_at_once() -> None:
     seq, _ = await feed.after(0, wait_s=0)
     feed.publish(facts("a" * 20))
     assert len((await feed.after(seq, wait_s=60))[1]) == 1
+
+
+async def test_who_knows_already_what_is_told_late_waits_on() -> None:
+    feed = ChangeFeed()
+    feed.publish(facts("a" * 20))
+    seq, _ = await feed.after(0, wait_s=0)  # before it is told
+    waiting = asyncio.create_task(feed.after(seq, wait_s=60))
+    await asyncio.sleep(2 * GOOD_NEWS_S)
+    assert not waiting.done()
+    feed.publish(facts("a" * 20, alive=False))
+    _, changes = await waiting
+    assert [one.alive for one in changes] == [False]
