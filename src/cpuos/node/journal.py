@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cpuos.durable import sync_folder
 from cpuos.runtimes.base import Process
 from cpuos.types.network import EffectivePolicy
 from cpuos.types.node import NodeSandboxCreate, Restored, Usage
@@ -154,11 +155,11 @@ class Journal:
             os.close(descriptor)
         os.rename(draft, path)
         if sync:
-            self._sync_folder()
+            sync_folder(self._folder)
 
     def remove(self, sandbox_id: str) -> None:
         self._path(sandbox_id).unlink(missing_ok=True)
-        self._sync_folder()
+        sync_folder(self._folder)
 
     def _path(self, sandbox_id: str) -> Path:
         if re.fullmatch(SANDBOX_ID_PATTERN, sandbox_id) is None:
@@ -171,10 +172,3 @@ class Journal:
                 path.unlink()
             elif path.suffix == ".json" and re.fullmatch(SANDBOX_ID_PATTERN, path.stem):
                 yield path
-
-    def _sync_folder(self) -> None:
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

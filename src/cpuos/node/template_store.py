@@ -12,6 +12,7 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from cpuos.durable import sync_folder
 from cpuos.errors import Conflict, InvalidRequest, LimitReached
 from cpuos.types.template import BUILT_IMAGE_PATTERN
 
@@ -118,8 +119,4 @@ def _finish(partial: Path, target: Path, manifest: dict[str, object]) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(target)
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(target.parent)

@@ -19,6 +19,7 @@ import structlog
 from sqlalchemy import Row, delete, exists, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from cpuos.durable import sync_folder
 from cpuos.json_lines import last_lines
 from cpuos.server.audit import SYSTEM, Audit
 from cpuos.server.clock import Clock
@@ -64,7 +65,7 @@ class AuditArchive:
             months.setdefault(f"{entry.at:%Y-%m}.jsonl", []).append(entry)
         for name, chosen in months.items():
             self._append_to(name, chosen)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         return [self._folder / name for name in months]
 
     def _append_to(self, name: str, entries: Sequence[AuditEntry]) -> None:
@@ -178,11 +179,3 @@ class Retention:
             result=AuditResult.OK,
             detail=detail,
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from cpuos.durable import sync_folder
 from cpuos.errors import CapacityExceeded, Conflict, SetupRequired
 from cpuos.settings import Settings
 from cpuos.setup.host import Host
@@ -288,11 +289,7 @@ def _write_mark(settings: Settings, values: dict[str, object]) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.rename(settings.data_dir / _MARK)
-    descriptor = os.open(settings.data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(settings.data_dir)
 
 
 def _write_unit(host: Host, units: Path) -> None:
