@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cpuos.errors import InvalidRequest
+from cpuos.types.near import nearest
 from cpuos.types.sandbox import Isolation, SandboxState
 
 __all__ = ["invalid_request"]
@@ -96,8 +96,8 @@ def _tell(problem: Mapping[str, Any]) -> tuple[str, str, str, str]:
     if kind == "missing":
         return field, shown, "it is missing" if field else "the body is missing", known
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], _FIELDS, n=1)
-        return field, shown, f"there is no such field{f'; {near[0]} is near' if near else ''}", near[0] if near else ""
+        near = nearest(path[-1], _FIELDS)
+        return field, shown, f"there is no such field{f'; {near} is near' if near else ''}", near
     if not field and kind in ("model_type", "model_attributes_type", "dict_type"):
         return "", ": its body is no JSON object", _body_problem(given), ""
     if kind == "value_error" or not known:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cpuos.runtimes.microvm.launch import Launch, launch
-from cpuos.runtimes.microvm.qmp import go_on, load_state, save_state, standing_still
+from cpuos.runtimes.microvm.qmp import go_on, load_state, read_message, save_state, standing_still
 from cpuos.runtimes.microvm.vmm import Drive, Machine, Memory
 
 __all__ = ["Qemu", "ask"]
@@ -202,12 +202,5 @@ async def _answer(reader: asyncio.StreamReader, key: str) -> Any:
             raise OSError("it answered without an end") from problem
         if not line:
             raise OSError("it closed the connection")
-        try:
-            message = json.loads(line)
-            if "error" in message:
-                raise OSError(str(message["error"].get("desc", "it refused"))[:500])
-            if key in message:
-                return message[key]
-            message["event"]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-            raise OSError(f"it answered something else: {line[:100]!r}") from problem
+        if key in (message := read_message(line, key)):
+            return message[key]

@@ -17,13 +17,28 @@ from typing import Any, Self
 
 from cpuos.runtimes.descriptors import is_readable
 
-__all__ = ["Qmp", "go_on", "load_state", "save_state", "standing_still"]
+__all__ = ["Qmp", "go_on", "load_state", "read_message", "save_state", "standing_still"]
 
 _MAX_LINE = 1 << 20
 _PIECE = 1 << 20
 _POLL_S = 0.005
 _NO_LIMIT = 1 << 40
 _STREAM = "state"
+
+
+def read_message(line: bytes, key: str) -> dict[str, Any]:
+    """One with this key, or of an event. What refuses, or is neither, is an OSError."""
+    try:
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise TypeError
+        if "error" in message:
+            raise OSError(str(message["error"].get("desc", "it refused"))[:500])
+        if key not in message:
+            message["event"]
+        return message
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise OSError(f"it answered something else: {line[:100]!r}") from problem
 
 
 class Qmp:
@@ -72,16 +87,8 @@ class Qmp:
     def _answer(self, key: str) -> Any:
         """The next answer; events come in between."""
         while True:
-            line = self._line()
-            try:
-                message = json.loads(line)
-                if "error" in message:
-                    raise OSError(str(message["error"].get("desc", "it refused"))[:500])
-                if key in message:
-                    return message[key]
-                message["event"]
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-                raise OSError(f"it answered something else: {line[:100]!r}") from problem
+            if key in (message := read_message(self._line(), key)):
+                return message[key]
             if time.monotonic() > self.deadline:
                 raise OSError("it tells of events without end")
 
